@@ -115,6 +115,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                'foco.evaluate.rank_gallery': ('evaluate.html#rank_gallery', 'foco/evaluate.py'),
                                'foco.evaluate.reactions': ('evaluate.html#reactions', 'foco/evaluate.py'),
                                'foco.evaluate.recall_at': ('evaluate.html#recall_at', 'foco/evaluate.py'),
+                               'foco.evaluate.results_table': ('evaluate.html#results_table', 'foco/evaluate.py'),
                                'foco.evaluate.slerp': ('evaluate.html#slerp', 'foco/evaluate.py'),
                                'foco.evaluate.target_ranks': ('evaluate.html#target_ranks', 'foco/evaluate.py'),
                                'foco.evaluate.training_free': ('evaluate.html#training_free', 'foco/evaluate.py')},
