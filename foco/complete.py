@@ -48,10 +48,10 @@ class Completer(nn.Module):
         self.norm, self.out = nn.LayerNorm(D), nn.Linear(D, D)
         self.use_background, self.start = use_background, start
 
-    def forward(self, X, v_loc, v_bar): # three (N, D), unit rows -> h (N, D), unit rows
+    def forward(self, X, v_loc, v_bar): # three (N, D), unit rows; v_bar may be None -> h (N, D), unit rows
         "Complete each local feature under its context."
         root = math.sqrt(X.shape[-1])
-        S = [self.f_t(root * X), self.f_v(root * v_loc)] + ([self.f_v(root * v_bar)] if self.use_background else [])
+        S = [self.f_t(root * X), self.f_v(root * v_loc)] + ([self.f_v(root * v_bar)] if self.use_background and v_bar is not None else [])
         S = torch.stack(S, 1)
         h = self.token.expand_as(v_loc) + (root * v_loc if self.start == "local" else 0)
         for block in self.blocks: h = block(h, S)
@@ -100,7 +100,7 @@ class FoCoComposer:
         T_m = self.encode_texts(texts)
         images = self.foco.prepare_images(images)
         focus = self.foco.aggregator(T_m[:, None], images)
-        around = focus.background[:, 0] if self.foco.inference_background else torch.zeros_like(T_m)
+        around = focus.background[:, 0] if self.foco.inference_background else None
         return self.foco.completer(T_m, focus.local[:, 0], around)
 
     def encode_gallery(self, global_): # (G, D) global features -> (G, D), unit rows

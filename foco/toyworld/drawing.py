@@ -118,7 +118,7 @@ def _dilate(cover: np.ndarray, radius: float) -> np.ndarray:
     padded = np.pad(cover, r)
     for dy in range(-r, r + 1):
         for dx in range(-r, r + 1):
-            share = 1 - max(0, (dx * dx + dy * dy) ** .5 - radius)
+            share = 1 - max(0, math.sqrt(dx * dx + dy * dy) - radius)
             if share > 0: np.maximum(out, (padded[r + dy:, r + dx:][:out.shape[0], :out.shape[1]] * share).astype(np.uint16), out=out)
     return out
 
