@@ -202,10 +202,11 @@ def reactions(composer: Composer, benchmark: Benchmark, references: ImageFeature
     return pd.Series({name: 100 * (top != usual).float().mean().item() for name, top in changed.items()}, name=composer.name)
 
 # %% ../nbs/06_evaluate.ipynb #a5368aaa
-def results_table(results: Sequence[Result]) -> pd.DataFrame: # (split, method) x metric, as text
+def results_table(results: Sequence[Result]) -> pd.DataFrame: # (split, method) x metric, as text, the best last
     "Arrange results: methods without a seed as they are, others as mean ± standard deviation over their seeds."
     rows = pd.DataFrame([{"split": r.split, "method": r.method, "seed": r.seed, **r.metrics} for r in results])
     free = rows[rows.seed.isna()].drop(columns="seed").drop_duplicates(["split", "method"]).set_index(["split", "method"])
     several = rows[rows.seed.notna()].drop(columns="seed").groupby(["split", "method"])
     spread = several.mean().map("{:.1f}".format) + " ± " + several.std().map("{:.1f}".format)
-    return pd.concat([free.map("{:.1f}".format), spread]).sort_index(level="split", sort_remaining=False, ascending=False)
+    order = rows.groupby(["split", "method"])["mAP@5" if "mAP@5" in rows else rows.columns[3]].mean().sort_values().index
+    return pd.concat([free.map("{:.1f}".format), spread]).loc[[o for split in ("val", "test") for o in order if o[0] == split]]

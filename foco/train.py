@@ -73,7 +73,7 @@ class TrainConfig(Objective):
 # %% ../nbs/05_train.ipynb #f1932ed9
 VARIANTS = {
     "paper": {},    # the objective exactly as printed
-    "default": dict(center=True, tau=.1, bias="fixed", patch_layer=-2, partial_context=.7, visual_mixing=1.),
+    "default": dict(center=True, tau=.1, bias="fixed", partial_context=.7, visual_mixing=1.),
 }
 SCALES = {
     "paper": {},
