@@ -4,11 +4,11 @@
 
 # %% auto #0
 __all__ = ['METRICS', 'target_ranks', 'recall_at', 'average_precision_at', 'bootstrap_interval', 'paired_difference', 'Composer',
-           'slerp', 'TrainingFree', 'training_free', 'Result', 'Scored', 'rank_gallery', 'encode_benchmark', 'evaluate',
-           'profile', 'reactions', 'results_table']
+           'slerp', 'TrainingFree', 'training_means', 'training_free', 'Result', 'Scored', 'rank_gallery',
+           'encode_benchmark', 'evaluate', 'profile', 'reactions', 'results_table']
 
-# %% ../nbs/06_evaluate.ipynb #e042c1f2
-import json
+# %% ../nbs/06_evaluate.ipynb #c7b8d849
+import json, re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -17,8 +17,9 @@ import numpy as np
 import pandas as pd
 import torch
 import torch.nn.functional as F
-from .backbones import Backbone, FeatureStats, ImageFeatures, center
+from .backbones import Backbone, FeatureStats, ImageFeatures, center, feature_stats
 from .data.benchmark import Benchmark, Query
+from .data.pairs import Pairs
 
 # %% ../nbs/06_evaluate.ipynb #5655b987
 def target_ranks(similarities: torch.Tensor, # (Q, G)
@@ -96,6 +97,11 @@ class TrainingFree:
         t = self.backbone.encode_texts(texts)
         return t if self.stats is None else center(t, self.stats.text_mean)
 
+def training_means(backbone: Backbone, pairs: Pairs) -> FeatureStats:
+    "Average features over training pairs: pictures, and local and contextual captions as often as they occur; never a benchmark."
+    texts = [text for d in pairs.decompositions for pair in d.pairs for text in pair]
+    return feature_stats(backbone.encode_pictures(pairs.images), backbone.encode_texts(texts))
+
 def training_free(backbone: Backbone, stats: FeatureStats, alpha: float = .5) -> list[TrainingFree]:
     "List the baselines: image only, text only, average, centred slerp."
     return [TrainingFree("image only", backbone, lambda v, t: v), TrainingFree("text only", backbone, lambda v, t: t),
@@ -131,7 +137,8 @@ class Result:
     def save(self, folder: Path) -> Path:
         "Write `<benchmark>-<split>.<method>.json`; a NaN is refused."
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"{self.benchmark}-{self.split}.{self.method.replace(' ', '-')}.json"
+        method = re.sub(r"[^\w.]+", "-", self.method)
+        path = folder / f"{self.benchmark}-{self.split}.{method}.json"
         path.write_text(json.dumps(asdict(self), indent=1, allow_nan=False) + "\n", encoding="utf-8")
         return path
 
