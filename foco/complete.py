@@ -63,8 +63,11 @@ class FoCo(nn.Module):
     "Focus-then-Complete on frozen features."
     def __init__(self, D: int, stats: FeatureStats | None = None, # None: features are used as they are
                  heads: int = 8, query: str = "fused", attention: str = "cross", blocks: int = 2, use_background: bool = True,
-                 start: str = "local", expand: int = 4, inference_background: bool = True):
+                 start: str = "local", expand: int = 4, inference_background: bool = True,
+                 completion: str = "learned"): # "learned" F_Comp | "linear": the sum of v_loc and text instead (ablation 1b)
         super().__init__()
+        if completion not in ("learned", "linear"): raise ValueError(f"completion={completion!r}; expected 'learned' or 'linear'")
+        self.completion = completion
         self.aggregator = Aggregator(D, heads, query, attention, expand)
         self.completer = Completer(D, heads, blocks, use_background, start, expand)
         self.inference_background = inference_background
@@ -79,6 +82,10 @@ class FoCo(nn.Module):
         "Center text features."
         return center(texts, self.text_mean)
 
+    def complete(self, X, v_loc, v_bar): # three (N, D), v_bar may be None -> h (N, D), unit rows
+        "Complete by F_Comp, or by plain addition."
+        return F.normalize(X + v_loc, dim=-1) if self.completion == "linear" else self.completer(X, v_loc, v_bar)
+
     def forward(self, c, X, images: ImageFeatures, # prepared: (B, Q, D), (B, Q, D), B images
                 mix=None # (B,) in [0, 1]: share of another image's v_loc and v_bar that is blended in (visual mixing)
                ): # -> h (B, Q, D)
@@ -86,7 +93,7 @@ class FoCo(nn.Module):
         focus = self.aggregator(c, images)
         seen = [focus.local, focus.background]
         if mix is not None: seen = [F.normalize(torch.lerp(v, v.roll(1, 0), mix[:, None, None]), dim=-1) for v in seen]
-        return self.completer(X.flatten(0, 1), *(v.flatten(0, 1) for v in seen)).view_as(c)
+        return self.complete(X.flatten(0, 1), *(v.flatten(0, 1) for v in seen)).view_as(c)
 
 # %% ../nbs/03_complete.ipynb #e699e11a
 class FoCoComposer:
@@ -101,7 +108,7 @@ class FoCoComposer:
         images = self.foco.prepare_images(images)
         focus = self.foco.aggregator(T_m[:, None], images)
         around = focus.background[:, 0] if self.foco.inference_background else None
-        return self.foco.completer(T_m, focus.local[:, 0], around)
+        return self.foco.complete(T_m, focus.local[:, 0], around)
 
     def encode_gallery(self, global_): # (G, D) global features -> (G, D), unit rows
         "Prepare gallery features as the targets of training were."

@@ -38,12 +38,13 @@ class TrainConfig(Objective):
     visual_mixing: float = 0.           # largest share of another image blended into F_Comp's visual input (ours)
     heads: int = 8
     query: str = "fused"                # "fused" | "text" (ablation 4a)
-    attention: str = "cross"            # "cross" | "dot" (ablation 4b)
+    attention: str = "cross"            # "cross" | "dot" (ablation 4b) | "mask" (ablation 1c)
     blocks: int = 2                     # 0: ablation 5a
     use_background: bool = True         # False: ablation 5b
     start: str = "local"                # "local" | "random" (ablation 5c)
     expand: int = 4                     # hidden width of the perceptrons, in multiples of D
     inference_background: bool = True   # does the background take part at inference?
+    completion: str = "learned"         # "learned" | "linear": v_loc plus text instead of F_Comp (ablation 1b)
     batch_size: int = 512
     stage1_epochs: float = 3.
     stage2_epochs: float = 30.
@@ -68,7 +69,7 @@ class TrainConfig(Objective):
 
     def model_options(self) -> dict:
         "The arguments of `FoCo`."
-        return {k: getattr(self, k) for k in ("heads", "query", "attention", "blocks", "use_background", "start", "expand", "inference_background")}
+        return {k: getattr(self, k) for k in ("heads", "query", "attention", "blocks", "use_background", "start", "expand", "inference_background", "completion")}
 
 # %% ../nbs/05_train.ipynb #f1932ed9
 VARIANTS = {
