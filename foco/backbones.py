@@ -196,21 +196,22 @@ def _cut_text(tokenizer: Callable, text: str) -> str: # "" if it fits
         return tokenizer.tokenizer.decode(ids[tokenizer.context_length - 1:], skip_special_tokens=True)
     return tokenizer.decode(tokenizer.encode(text)[tokenizer.context_length - 2:]).strip()
 
-def _check_texts(texts: Sequence[str]):
+def _check_texts(texts: Sequence[str], allow_empty: bool = False):
     "Refuse what is not a list of non-empty strings; raises TypeError or ValueError."
     if isinstance(texts, str): raise TypeError(f"texts is one string, {texts[:40]!r}; expected a list of strings")
     for i, text in enumerate(texts):
         if not isinstance(text, str): raise TypeError(f"text {i} is a {type(text).__name__}; expected a string")
-        if not text.strip(): raise ValueError(f"text {i} of {len(texts)} is empty; leave it out, or describe something")
+        if not allow_empty and not text.strip(): raise ValueError(f"text {i} of {len(texts)} is empty; leave it out, or describe something")
 
-# %% ../nbs/00_backbones.ipynb #314e2752
+# %% ../nbs/00_backbones.ipynb #823a1c09
 @patch
 def tokenize(
     self: Backbone,
-    texts: Sequence[str], # none of them empty
+    texts: Sequence[str],
+    allow_empty: bool = False, # an empty text is its start and end tokens, instead of an error
 ) -> Tensor: # (N, context_length) token numbers
     "Turn texts into tokens; long ones are cut with one warning for all."
-    _check_texts(texts)
+    _check_texts(texts, allow_empty)
     if not len(texts): return torch.zeros(0, self.context_length, dtype=torch.long)
     ids = self.tokenizer(list(texts))
     full = ids[:, -1].nonzero()[:, 0].tolist() # rows without padding: these may have been cut
@@ -225,15 +226,16 @@ def tokenize(
 @torch.no_grad()
 def encode_texts(
     self: Backbone,
-    texts: Sequence[str], # none of them empty
+    texts: Sequence[str],
     batch_size: int = 256,
     progress: bool = False, # show a bar
+    allow_empty: bool = False, # official benchmarks hold a few blank queries; anywhere else an empty text is a mistake
 ) -> Tensor: # (N, D), rows of length one, on the CPU, float32
     "Encode texts in batches, each different text once; raises TypeError or ValueError for empty ones."
-    _check_texts(texts)
+    _check_texts(texts, allow_empty)
     place = {text: i for i, text in enumerate(dict.fromkeys(texts))}
     if not place: return torch.zeros(0, self.D)
-    batches = tqdm(self.tokenize(list(place)).split(batch_size), unit="batch", disable=not progress)
+    batches = tqdm(self.tokenize(list(place), allow_empty).split(batch_size), unit="batch", disable=not progress)
     features = torch.cat([unit(self.model.encode_text(ids.to(self.device))).cpu() for ids in batches])
     return features[[place[text] for text in texts]]
 

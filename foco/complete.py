@@ -116,4 +116,4 @@ class FoCoComposer:
 
     def encode_texts(self, texts: list[str]): # -> (N, D), unit rows
         "Encode texts in the space in which the gallery is ranked."
-        return self.foco.prepare_texts(self.backbone.encode_texts(texts))
+        return self.foco.prepare_texts(self.backbone.encode_texts(texts, allow_empty=True))

@@ -298,11 +298,11 @@ def query_table(benchmark: Benchmark, ranking, i: int, k: int = 6, scores=None) 
     "List the best results of a query, see `top_results`."
     index, score = top_results(benchmark, ranking, i, k, scores)
     return pd.DataFrame({"rank": np.arange(1, len(index) + 1), "id": [benchmark.ids[j] for j in index], "score": score,
-                         "right": np.isin(index, benchmark.queries[i].targets), "index": index})
+                         "right": np.isin(index, benchmark.queries[i].targets or ()), "index": index})
 
 def first_hit(benchmark: Benchmark, ranking, i: int) -> int | None: # from 1; None: not among those listed
     "Find the rank of the first right answer."
-    right = np.isin(top_results(benchmark, ranking, i)[0], benchmark.queries[i].targets)
+    right = np.isin(top_results(benchmark, ranking, i)[0], benchmark.queries[i].targets or ())
     return int(right.argmax()) + 1 if right.any() else None
 
 def one_of_each_kind(benchmark: Benchmark, skip: int = 0) -> list[int]:
@@ -327,12 +327,12 @@ def _result_panel(ax, picture, title, frame, width): # a picture in a frame
     ax.spines[:].set(visible=True, color=frame, linewidth=width)
 
 def _text_panel(ax, query, first, listed):
-    n = len(query.targets)
+    n = "label hidden" if query.targets is None else f"{len(query.targets)} right"
     where = f"first at rank {first}" if first else f"none among {listed}"
     ax.axis("off"); ax.set(xlim=(0, 1), ylim=(0, 1))
-    ax.text(0, .98, query.kind, va="top", color=GREY)
+    ax.text(0, .98, "\n".join(textwrap.wrap(", ".join(query.kinds), 26)), va="top", color=GREY)
     ax.text(0, .78, "\n".join(textwrap.wrap(f"“{query.text}”", 21)), va="top")
-    ax.text(0, .0, f"{n} right, {where}", va="bottom", color=GREY)
+    ax.text(0, .0, f"{n}, {where}", va="bottom", color=GREY)
 
 # %% ../nbs/07_visualize.ipynb #7056b257
 @styled

@@ -16,22 +16,6 @@ from foco.backbones import Backbone, ImageFeatures, center, feature_stats, load_
 from foco.weights import BACKBONES, count_parameters, file_sha256, find_recipe, load_model, make_tokenizer
 
 
-@pytest.fixture(scope="module", autouse=True)
-def on_cpu():
-    with mock.patch("torch.cuda.is_available", return_value=False): yield
-
-
-@pytest.fixture(scope="module")
-def tiny(on_cpu):
-    return load_backbone()
-
-
-@pytest.fixture(scope="module")
-def pictures():
-    noise = np.random.default_rng(0).integers(0, 256, (13, 90, 70, 3), dtype=np.uint8)
-    return [Image.fromarray(picture) for picture in noise]
-
-
 def both_paths(backbone, pixels):
     "Global and patch features by open_clip's own `output_tokens` path."
     visual = backbone.model.visual

@@ -38,7 +38,7 @@ def some_gaze(size=(301, 200), T=2, heads=3, grid=(4, 4), resize="shortest", mas
 @pytest.fixture(scope="module")
 def benchmark():
     pictures = [Image.new("RGB", (64, 64), tuple(int(v) for v in c)) for c in np.random.default_rng(1).integers(0, 256, (12, 3))]
-    queries = [Query(0, "make it red", (3, 5), "colour"), Query(1, "add a star", (7,), "add"), Query(2, "make it blue", (1,), "colour")]
+    queries = [Query(0, "make it red", (3, 5), ("colour",)), Query(1, "add a star", (7,), ("add",)), Query(2, "make it blue", (1,), ("colour",))]
     return Benchmark("toy", "val", pictures, [f"p{n:02d}" for n in range(12)], queries)
 
 

@@ -6,35 +6,16 @@ import shutil
 import subprocess
 import sys
 import warnings
-from unittest import mock
 
 import huggingface_hub
-import numpy as np
 import open_clip
 import pytest
 import torch
-from PIL import Image
 from safetensors.torch import save_file
 
 from foco.backbones import load_backbone
 from foco.weights import (BACKBONES, MissingWeights, build_model, choose_dtype, count_parameters, file_sha256, find_recipe, find_weights, load_model,
                           make_tokenizer, read_weights, save_model)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def on_cpu():
-    with mock.patch("torch.cuda.is_available", return_value=False): yield
-
-
-@pytest.fixture(scope="module")
-def tiny(on_cpu):
-    return load_backbone()
-
-
-@pytest.fixture(scope="module")
-def pictures():
-    noise = np.random.default_rng(0).integers(0, 256, (13, 90, 70, 3), dtype=np.uint8)
-    return [Image.fromarray(picture) for picture in noise]
 
 
 @pytest.fixture

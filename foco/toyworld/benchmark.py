@@ -119,6 +119,6 @@ def load_benchmark(split: str = "val", n_per_kind: int = 100, seed: int = 0) -> 
                        *distractors(reference, target, edit, dice)]
     by_key = {}
     for i, s in enumerate(scenes): by_key.setdefault(s.key, []).append(i)
-    queries = [Query(r, text, tuple(by_key[key]), kind) for r, text, key, kind in asked]
-    return Benchmark("toyworld", split, Drawings(scenes), [f"{split}-{seed}-{i:05d}" for i in range(len(scenes))], queries, True,
-                     {"version": 1, "n_per_kind": n_per_kind, "seed": seed, "right": "same items and background, any layout"})
+    queries = [Query(r, text, tuple(by_key[key]), (kind,), f"{kind} {n // len(EDITS)}") for n, (r, text, key, kind) in enumerate(asked)]
+    return Benchmark("edits", split, Drawings(scenes), [f"{split}-{seed}-{i:05d}" for i in range(len(scenes))], queries, True,
+                     {"version": 1, "n_per_kind": n_per_kind, "seed": seed, "right": "same items and background, any layout"}, data="toyworld")
