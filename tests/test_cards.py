@@ -126,7 +126,8 @@ def measure_cirr():
     weights = [q["target_soft"].get(q["target_hard"]) for q in caps["val"]]
     assert not lists["val"].keys() & lists["test1"].keys() and all(q["target_hard"] in q["img_set"]["members"] for q in caps["val"])
     assert all(q["reference"] in q["target_soft"] for q in caps["val"] if q["target_hard"] not in q["target_soft"])
-    assert all({q["reference"], *q["img_set"]["members"]} <= lists[s].keys() and q["reference"] in q["img_set"]["members"] for s in caps for q in caps[s])
+    assert all({q["reference"], *q["img_set"]["members"]} <= lists[s].keys() for s in caps for q in caps[s])
+    assert all(q["reference"] in q["img_set"]["members"] for s in caps for q in caps[s])
     (group,) = {len(set(q["img_set"]["members"])) for v in caps.values() for q in v}
     (meta_keys,) = {len(d) - len(caps["test1"]) for d in demo.values()}
     return dict(
@@ -174,9 +175,15 @@ def measure_genecis():
     return dict(
         queries={t: len(v) for t, v in queries.items()}, gallery={t: one(len(q["gallery"]) + 1 for q in v) for t, v in queries.items()},
         conditions={t: len({q["condition"] for q in v}) for t, v in queries.items()},
-        pictures={t: len(v) for t, v in ids.items()} | {"visual_genome": len(ids[tasks[0]] | ids[tasks[1]]), "coco_val2017": len(ids[tasks[2]] | ids[tasks[3]])},
+        pictures={**{t: len(v) for t, v in ids.items()},
+                  "visual_genome": len(ids[tasks[0]] | ids[tasks[1]]), "coco_val2017": len(ids[tasks[2]] | ids[tasks[3]])},
         boxes=of_boxes(lambda x, y, w, h: True), boxes_fractional=of_boxes(lambda *box: any(v != int(v) for v in box)),
+        entries=sum(map(len, entries.values())),
+        different=len({(key(t), e[key(t)], *e.get("instance_bbox", ())) for t, v in entries.items() for e in v}),
         boxes_negative=of_boxes(lambda x, y, w, h: min(x, y) < 0), boxes_free_left=of_boxes(lambda x, y, w, h: x - .7*w >= 0),
+        boxes_free_top=of_boxes(lambda x, y, w, h: y - .7*h >= 0),
+        boxes_free_both=of_boxes(lambda x, y, w, h: x - .7*w >= 0 and y - .7*h >= 0),
+        boxes_free_neither=of_boxes(lambda x, y, w, h: x - .7*w < 0 and y - .7*h < 0),
         boxes_clamped_left=of_boxes(lambda x, y, w, h: x - .7*w < 0), smallest_side={t: min(min(w, h) for _, _, w, h in v) for t, v in boxes.items()},
         target_listed_again={t: positions(q["target"] in q["gallery"] for q in v) for t, v in queries.items()},
         repeated_distractors=count(lambda _, q: any(e in q["gallery"][:i] for i, e in enumerate(q["gallery"]))),
@@ -208,5 +215,6 @@ def test_toyworld_counts():
     for split in ("val", "test"):
         bench = load_benchmark(split)
         assert (len(bench.queries), len(bench.ids)) == (counts["queries"][split], counts["gallery"][split])
-        assert min(len(q.targets) for q in bench.queries) >= counts["right_answers_fewest"] and counts["queries"][split] == counts["per_edit"]*counts["edits"]
+        assert min(len(q.targets) for q in bench.queries) >= counts["right_answers_fewest"]
+        assert counts["queries"][split] == counts["per_edit"]*counts["edits"]
         assert bench.images[0].size == (counts["picture"],)*2

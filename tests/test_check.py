@@ -9,12 +9,12 @@ from PIL import Image
 from PIL.JpegImagePlugin import JpegImageFile
 
 from foco.data.cards import load_card
-from foco.data.check import Report, check_data, check_quickly, main
-from foco.data.circo import load_circo
+from foco.data.check import _READ, Report, _files, _one_of, check_data, check_quickly, main
+from foco.data.circo import GALLERY_LIST, load_circo
 from foco.data.cirr import load_cirr
 from foco.data.fashioniq import load_fashioniq
 from foco.data.genecis import load_genecis
-from foco.data.pictures import check_picture
+from foco.data.pictures import check_picture, find_pictures
 
 SHARED = Path(__file__).resolve().parents[2]/"shared"/"benchmarks" # the real files; where absent, these tests are skipped
 real = pytest.mark.skipif(not SHARED.is_dir(), reason="the official annotation files are not here")
@@ -44,16 +44,22 @@ def fashioniq(root):
 def cirr(root):
     for split, folder in (("val", "dev"), ("test1", "test1")):
         names = [f"{folder}-0-{k}-img0" for k in range(8)]
+        record = {"pairid": 7, "reference": names[0], "caption": "is darker", "img_set": {"id": 0, "members": names[:6]}}
         labels = {"target_hard": names[1], "target_soft": {names[1]: 1.}} if split == "val" else {}
-        write(root/"cirr"/"captions"/f"cap.rc2.{split}.json", [{"pairid": 7, "reference": names[0], "caption": "is darker", "img_set": {"id": 0, "members": names[:6]}} | labels])
+        write(root/"cirr"/"captions"/f"cap.rc2.{split}.json", [record | labels])
         write(root/"cirr"/"image_splits"/f"split.rc2.{split}.json", {n: f"./{folder}/{n}.png" for n in names})
         for i, name in enumerate(names): draw(root/folder/f"{name}.png", i)
 
 
+def write_gallery(root, ids):
+    write(root/GALLERY_LIST, {"images": [{"id": i, "file_name": f"{i:012d}.jpg"} for i in ids]})
+
+
 def circo(root):
     record = {"reference_img_id": 1, "relative_caption": "is darker", "shared_concept": "a wall", "id": 0}
-    write(root/"annotations"/"val.json", [record | {"target_img_id": 2, "gt_img_ids": [2, 3], "semantic_aspects": ["addition"]}]); write(root/"annotations"/"test.json", [record])
-    write(root/"COCO2017_unlabeled"/"annotations"/"image_info_unlabeled2017.json", {"images": [{"id": i, "file_name": f"{i:012d}.jpg"} for i in range(1, 9)]})
+    write(root/"annotations"/"val.json", [record | {"target_img_id": 2, "gt_img_ids": [2, 3], "semantic_aspects": ["addition"]}])
+    write(root/"annotations"/"test.json", [record])
+    write_gallery(root, range(1, 9))
     for i in range(1, 9): draw(root/"COCO2017_unlabeled"/"unlabeled2017"/f"{i:012d}.jpg", i)
 
 
@@ -61,16 +67,19 @@ def genecis(root):
     def crop(i): return {"image_id": str(i), "instance_bbox": [10, 8, 20, 20.5]}
     def whole(i): return {"val_image_id": i}
     for task, form in (("focus_attribute", crop), ("change_attribute", crop), ("focus_object", whole), ("change_object", whole)):
-        write(root/"genecis"/f"{task}.json", [{"condition": "color", "reference": form(1), "target": form(2), "gallery": [form(3), form(4 if task == "focus_object" else 5)]}])
+        gallery = [form(3), form(4 if task == "focus_object" else 5)]
+        write(root/"genecis"/f"{task}.json", [{"condition": "color", "reference": form(1), "target": form(2), "gallery": gallery}])
     for i in range(1, 6): draw(root/("VG_100K", "VG_100K_2")[i % 2]/f"{i}.jpg", i); draw(root/"coco2017"/"val2017"/f"{i:012d}.jpg", i)
 
 
-# benchmark -> writer, loader, split of the loader, split of the check, a picture that is only a wrong answer: its path and id; a target's path; queries and pictures
+# benchmark -> writer, loader, split of the loader, split of the check; a picture that is only a wrong answer: its path and id;
+# a target's path; queries and pictures
 SETS = {
     "fashioniq": (fashioniq, load_fashioniq, "val", "val", "images/D3.jpg", "D3", "images/D1.jpg", 3, 12),
     "cirr": (cirr, load_cirr, "val", "val", "dev/dev-0-7-img0.png", "dev-0-7-img0", "dev/dev-0-1-img0.png", 1, 8),
     "circo": (circo, load_circo, "val", "val", "COCO2017_unlabeled/unlabeled2017/000000000008.jpg", "8", None, 1, 8),
-    "genecis": (genecis, load_genecis, "test", "focus_object", "coco2017/val2017/000000000004.jpg", "000000000004", "coco2017/val2017/000000000002.jpg", 4, 9),
+    "genecis": (genecis, load_genecis, "test", "focus_object", "coco2017/val2017/000000000004.jpg", "000000000004",
+                "coco2017/val2017/000000000002.jpg", 4, 9),
 }
 BROKEN = {
     "missing": (lambda p: p.unlink(), "missing"),
@@ -120,8 +129,28 @@ def test_whole_trees_are_complete(root):
     _, load, split, *_, n_queries, n_pictures = SETS[root.name]
     report = check_data(root.name, root, unofficial=True)
     assert report.complete and not check_data(root.name, root).complete and "0 missing" not in str(report)
+    assert "expected" in check_data(root.name, root).table() and "expected" not in report.table() and "different" not in str(report)
     b = load(root, split)
-    assert (len(b.queries), len(b.ids), b.missing, b.data) == (n_queries, n_pictures, {}, "unofficial") and all(b.images[i].mode == "RGB" for i in range(len(b.ids)))
+    assert (len(b.queries), len(b.ids), b.missing, b.data) == (n_queries, n_pictures, {}, "unofficial")
+    assert all(b.images[i].mode == "RGB" for i in range(len(b.ids)))
+
+
+@each
+@pytest.mark.parametrize("kind", ["whole", "missing", "0 bytes", "copy", "conflict"])
+def test_the_search_is_that_of_the_loaders(root, kind):
+    "`find_pictures` stops at the first conflict; the check goes on. They find the same files."
+    _, _, _, part, path, *_ = SETS[root.name]
+    copy = (root/path).parent/"zz"/(Path(path).stem + ".jpeg")
+    if kind in BROKEN: damage(root/path, BROKEN[kind][0])
+    if kind in ("copy", "conflict"): copy.parent.mkdir(); copy.write_bytes((root/path).read_bytes() + b"?" * (kind == "conflict"))
+    wanted = _READ[root.name](load_card(root.name), root, part)
+    chosen = {name: _one_of(files) for name, files in _files(wanted._replace(places=dict.fromkeys(wanted.places, "")), root).items()}
+    if kind == "conflict":
+        assert [n for n, (_, why) in chosen.items() if why] == [copy.stem]
+        with pytest.raises(ValueError, match="two different files"): find_pictures(wanted.folders, wanted.places)
+        return
+    found, missing = find_pictures(wanted.folders, wanted.places)
+    assert {n: p for n, (p, _) in chosen.items() if p} == found and sorted(n for n, (_, why) in chosen.items() if why) == missing
 
 
 @each
@@ -224,14 +253,16 @@ def test_annotations_that_are_absent_or_make_no_sense(root):
         assert words in split_of(report, part).problem and path.name in split_of(report, part).problem and not report.complete
     path.unlink()
     report = check_data(root.name, root, unofficial=True)
-    assert split_of(report, part).annotations[path.relative_to(root).as_posix()] == "absent" and "Annotations:" in str(report) and str(root) in str(report)
-    assert [s.name for s in report.splits if s.whole] == [s.name for s in report.splits if s.name != part]     # the others are still checked
+    assert split_of(report, part).annotations[path.relative_to(root).as_posix()] == "absent"
+    assert "Annotations:" in str(report) and str(root) in str(report)
+    assert [s.name for s in report.splits if s.whole] == [s.name for s in report.splits if s.name != part] # the others are still checked
 
 
 @pytest.mark.parametrize("root", ["fashioniq"], indirect=True)
 def test_training_data_counts_where_there_is_some(root):
     for c in ("dress", "shirt", "toptee"):
-        write(root/"captions"/f"cap.{c}.train.json", [{"candidate": f"{c}1", "target": f"{c}2", "captions": ["", "is red"]}]); write(root/"image_splits"/f"split.{c}.train.json", [f"{c}1", f"{c}2"])
+        write(root/"captions"/f"cap.{c}.train.json", [{"candidate": f"{c}1", "target": f"{c}2", "captions": ["", "is red"]}])
+        write(root/"image_splits"/f"split.{c}.train.json", [f"{c}1", f"{c}2"])
     report = check_data("fashioniq", root, unofficial=True)
     assert [s.name for s in report.splits] == ["train", "val", "test"] and len(report.splits[0].missing) == 6
     assert check_data("fashioniq", root, ["val", "test"], unofficial=True).complete
@@ -258,29 +289,37 @@ def test_exit_codes(root, capsys):
     assert said["complete"] is False and sum(len(s["broken"]) for s in said["splits"]) >= 1 and said["next"]
 
 
-@pytest.mark.parametrize("argv, words", [(["fashion200k", "--root", "."], "invalid choice"), (["cirr"], "--root"), (["cirr", "--root", "nowhere"], "no such folder"), (["cirr", "--root", ".", "--split", "test"], "expected some of val, test1"),
-                                         (["cirr", "--root", ".", "--workers", "0"], "expected 1 or more"), (["cirr", "--root", ".", "--fast"], "unrecognized"), ([], "required")])
+@pytest.mark.parametrize("argv, words", [("fashion200k --root .", "invalid choice"), ("cirr", "--root"), ("cirr --root nowhere", "no such folder"),
+                                         ("cirr --root . --split test", "expected some of val, test1"),
+                                         ("cirr --root . --workers 0", "expected 1 or more"), ("cirr --root . --fast", "unrecognized"),
+                                         ("", "required")])
 def test_a_wrong_question_exits_with_2(tmp_path, monkeypatch, capsys, argv, words):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as error: main(argv)
+    with pytest.raises(SystemExit) as error: main(argv.split())
     assert error.value.code == 2 and words in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("root", ["cirr"], indirect=True)
 def test_as_a_program(root):
     damage(root/"dev"/"dev-0-3-img0.png", BROKEN["truncated"][0])
-    done = subprocess.run([sys.executable, "-m", "foco.data.check", "cirr", "--root", ".", "--unofficial"], cwd=root, capture_output=True, text=True, timeout=120)
+    argv = [sys.executable, "-m", "foco.data.check", "cirr", "--root", ".", "--unofficial"]
+    done = subprocess.run(argv, cwd=root, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1 and "dev-0-3-img0: truncated" in done.stdout and "Traceback" not in done.stderr
 
 
 def test_the_command_is_installed():
-    assert '[project.scripts]\nfoco_check_data = "foco.data.check:main"\n' in (Path(__file__).resolve().parents[1]/"pyproject.toml").read_text(encoding="utf-8")
+    settings = (Path(__file__).resolve().parents[1]/"pyproject.toml").read_text(encoding="utf-8")
+    assert '[project.scripts]\nfoco_check_data = "foco.data.check:main"\n' in settings
 
 
 # ---- decoding at an eighth
 
-@pytest.mark.parametrize("options", [{}, dict(progressive=True), dict(subsampling=0), dict(restart_marker_blocks=2)], ids=str)
-@pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
+jpegs = pytest.mark.parametrize("options", [{}, dict(progressive=True), dict(subsampling=0), dict(restart_marker_blocks=2)], ids=str)
+modes = pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
+
+
+@jpegs
+@modes
 def test_a_quick_look_agrees_with_a_full_one(tmp_path, monkeypatch, options, mode):
     path = tmp_path/"x.jpg"
     PHOTO.resize((112, 80)).convert(mode).save(path, quality=90, **options)
@@ -296,6 +335,22 @@ def test_a_quick_look_agrees_with_a_full_one(tmp_path, monkeypatch, options, mod
     assert verdicts[-1] is None and all(verdicts[:-6])
 
 
+@jpegs
+@modes
+def test_a_quick_look_agrees_on_damage_in_the_middle(tmp_path, options, mode):
+    "Bytes replaced, overwritten with markers, or left out anywhere; neither way notices what still decodes."
+    path, rng, verdicts = tmp_path/"x.jpg", np.random.default_rng(0), []
+    PHOTO.resize((112, 80)).convert(mode).save(path, quality=90, **options)
+    whole = path.read_bytes()
+    for k in range(150):
+        i, n = int(rng.integers(2, len(whole) - 2)), int(rng.integers(1, (2, 8, 64)[k % 3]))
+        path.write_bytes(whole[:i] + (rng.bytes(n), b"\xff" * n, b"")[k // 3 % 3] + whole[i + n:])
+        full, quick = check_picture(path), check_quickly(path)
+        assert (full is None) == (quick is None), (i, n, full, quick)
+        verdicts.append(full is not None)
+    assert any(verdicts) and not all(verdicts)
+
+
 # ---- the official annotation files
 
 @real
@@ -303,9 +358,11 @@ def test_real_cirr_val_with_stand_ins_is_complete(tmp_path):
     for folder in ("captions", "image_splits"): shutil.copytree(SHARED/"cirr"/folder, tmp_path/"cirr"/folder)
     PHOTO.resize((8, 8)).save(tmp_path/"picture.png")
     (tmp_path/"dev").mkdir()
-    for place in json.loads((SHARED/"cirr"/"image_splits"/"split.rc2.val.json").read_text(encoding="utf-8")).values(): os.link(tmp_path/"picture.png", tmp_path/place)
+    places = json.loads((SHARED/"cirr"/"image_splits"/"split.rc2.val.json").read_text(encoding="utf-8"))
+    for place in places.values(): os.link(tmp_path/"picture.png", tmp_path/place)
     report = check_data("cirr", tmp_path, "val")
-    assert report.complete and "2,297 unique ids = complete" in str(report) and report.splits[0].counts == {"queries": (4181, 4181), "pictures": (2297, 2297)}
+    assert report.complete and "2,297 unique ids = complete" in str(report)
+    assert report.splits[0].counts == {"queries": (4181, 4181), "pictures": (2297, 2297)}
     whole = check_data("cirr", tmp_path)
     assert not whole.complete and len(whole.splits[1].missing) == 2315 and "NLVR2" in str(whole)
     damage(tmp_path/"dev"/"dev-244-0-img0.png", BROKEN["HTML"][0])
@@ -326,11 +383,12 @@ def test_real_fashioniq_counts():
 @real
 def test_real_genecis_and_circo_counts(tmp_path):
     report = check_data("genecis", SHARED, ["focus_attribute", "focus_object"])
-    assert all(s.official and not s.problem and len(s.missing) == len(s.needed) for s in report.splits) and [s.counts["queries"][0] for s in report.splits] == [2000, 1960]
+    assert all(s.official and not s.problem and len(s.missing) == len(s.needed) for s in report.splits)
+    assert [s.counts["queries"][0] for s in report.splits] == [2000, 1960]
     shutil.copytree(SHARED/"circo"/"annotations", tmp_path/"annotations")
     asked = json.loads((tmp_path/"annotations"/"val.json").read_text(encoding="utf-8"))
     named = {i for r in asked for i in (r["reference_img_id"], *r["gt_img_ids"])}           # COCO's own list is not here
-    write(tmp_path/"COCO2017_unlabeled"/"annotations"/"image_info_unlabeled2017.json", {"images": [{"id": i, "file_name": f"{i:012d}.jpg"} for i in sorted(named)]})
+    write_gallery(tmp_path, sorted(named))
     circo = check_data("circo", tmp_path, "val")
-    assert circo.splits[0].annotations == {"annotations/val.json": "official", "COCO2017_unlabeled/annotations/image_info_unlabeled2017.json": "unpinned"}
+    assert circo.splits[0].annotations == {"annotations/val.json": "official", GALLERY_LIST: "unpinned"}
     assert not circo.splits[0].official and f"pictures {len(named):,}, not 123,403" in str(circo)

@@ -25,8 +25,10 @@ def example(split): return read(REAL/"submission_examples"/f"submission_{split}.
 def write_tree(root, val, test, ids):
     "Write annotations and a list of pictures in the official tree."
     (root/"annotations").mkdir(parents=True); (root/GALLERY_LIST).parent.mkdir(parents=True)
-    for name, content in (("val", val), ("test", test)): (root/"annotations"/f"{name}.json").write_text(content if isinstance(content, str) else json.dumps(content), encoding="utf-8")
-    (root/GALLERY_LIST).write_text(json.dumps({"images": [{"id": i, "file_name": f"{int(i):012d}.jpg"} for i in ids]}), encoding="utf-8")
+    for name, content in (("val", val), ("test", test)):
+        (root/"annotations"/f"{name}.json").write_text(content if isinstance(content, str) else json.dumps(content), encoding="utf-8")
+    listed = [{"id": i, "file_name": f"{int(i):012d}.jpg"} for i in ids]
+    (root/GALLERY_LIST).write_text(json.dumps({"images": listed}), encoding="utf-8")
     return root
 
 
@@ -57,7 +59,8 @@ def test_counts(val, test):
     assert (len(val.queries), len(test.queries), len(val.ids), len(test.ids)) == (220, 800, GALLERY, GALLERY)
     assert (n.min(), n.max(), round(n.mean(), 3)) == (1, 14, 4.164)
     assert ((n < 5).sum(), (n > 5).sum(), (n > 10).sum()) == (148, 57, 9)
-    assert [q.id for q in val.queries] == [str(i) for i in range(220)] and [q.id for q in test.queries] == [str(i) for i in range(800)]
+    assert [q.id for q in val.queries] == [str(i) for i in range(220)]
+    assert [q.id for q in test.queries] == [str(i) for i in range(800)]
     assert test.hidden and not val.hidden and all(q.targets is None and q.weights is None for q in test.queries)
     assert not val.exclude_reference and not test.exclude_reference and val.gallery_sha256 == test.gallery_sha256
     assert {q.kinds for q in test.queries} == {("all",)}
@@ -76,7 +79,8 @@ def test_queries_are_the_records(val, test):
         for q, r in zip(benchmark.queries, annotations(benchmark.split), strict=True):
             assert benchmark.ids[q.reference] == str(r["reference_img_id"]) and q.text == r["relative_caption"] and "$" not in q.text
             if "gt_img_ids" not in r: continue
-            assert [benchmark.ids[t] for t in q.targets] == [str(i) for i in r["gt_img_ids"]] and r["target_img_id"] == r["gt_img_ids"][0]
+            assert [benchmark.ids[t] for t in q.targets] == [str(i) for i in r["gt_img_ids"]]
+            assert r["target_img_id"] == r["gt_img_ids"][0]
             assert q.weights == (1.,) + (0.,) * (len(q.targets) - 1) and q.reference not in q.targets
 
 
@@ -86,6 +90,9 @@ def test_text_and_protocol(root, val):
     assert both.queries[0].text == "a girl with a traditional Chinese umbrella but shows two people and has a more colorful background"
     assert both.protocol["template"] == "{shared_concept} but {relative_caption}" and val.protocol["template"] == "{relative_caption}"
     assert both.queries_sha256 != val.queries_sha256 and json.loads(json.dumps(val.protocol)) == val.protocol
+    assert val.protocol["gallery list"] == "123,403 pictures, not checksummed"
+    assert (val.protocol["variant"], both.protocol["variant"]) == ("official", "text")
+    assert load_circo(root, preprocess="targetpad", pictures=False).protocol["variant"] == "preprocess"
     assert val.metrics == ("mAP@5", "mAP@10", "mAP@25", "mAP@50", "R@5", "R@10", "R@25", "R@50")
 
 
@@ -101,16 +108,22 @@ def test_official_or_not(root, val, test, tmp_path):
 
 @needs_files
 def test_ids_as_text_are_the_same_benchmark(val, tmp_path):
-    records = [{k: f"{v:012d}" if k.endswith("img_id") else [str(x) for x in v] if k == "gt_img_ids" else str(v) if k == "id" else v for k, v in r.items()} for r in annotations("val")]
+    def as_text(k, v):
+        if k.endswith("img_id"): return f"{v:012d}"
+        return [str(x) for x in v] if k == "gt_img_ids" else str(v) if k == "id" else v
+    records = [{k: as_text(k, v) for k, v in r.items()} for r in annotations("val")]
     same = load_circo(write_tree(tmp_path, records, [], [f"{i:012d}" for i in named()]), pictures=False)
     assert (same.queries_sha256, same.ids, same.data) == (val.queries_sha256, val.ids[:len(same.ids)], "unofficial")
 
 
 # ---- scores of lists
 
-GOLDEN = {"mAP@5": .486111, "mAP@10": .517767, "mAP@25": .540035, "mAP@50": .602039, "R@5": .909091, "R@10": .909091, "R@25": 1.363636, "R@50": 3.636364}
-GOLDEN_ASPECTS = {"cardinality": 0, "addition": .0871, "negation": 0, "direct_addressing": .9197, "compare_change": .0242, "comparative_statement": 1.05,
-                  "statement_with_conjunction": .6183, "spatial_relations_background": .1808, "viewpoint": .6173}
+# the authors' example list, scored by a separate implementation of their formulas
+GOLDEN = {"mAP@5": .486111, "mAP@10": .517767, "mAP@25": .540035, "mAP@50": .602039,
+          "R@5": .909091, "R@10": .909091, "R@25": 1.363636, "R@50": 3.636364}
+GOLDEN_ASPECTS = {"cardinality": 0, "addition": .0871, "negation": 0, "direct_addressing": .9197, "compare_change": .0242,
+                  "comparative_statement": 1.05, "statement_with_conjunction": .6183, "spatial_relations_background": .1808,
+                  "viewpoint": .6173}
 
 
 @needs_files
@@ -125,13 +138,24 @@ def test_golden_values(val):
 
 def literal_scores(payload, records):
     "The authors' formulas on ids, one query at a time."
-    aps, recalls, aspects = {k: [] for k in (5, 10, 25, 50)}, {k: [] for k in (5, 10, 25, 50)}, {}
+    values = {}
     for r in records:
         listed, right = payload[str(r["id"])], set(r["gt_img_ids"])
-        def ap(k): return sum(sum(x in right for x in listed[:i]) / i for i in range(1, k + 1) if listed[i - 1] in right) / min(len(right), k)
-        for k in aps: aps[k].append(ap(k)); recalls[k].append(r["target_img_id"] in listed[:k])
-        for a in r["semantic_aspects"]: aspects.setdefault(a, []).append(ap(10))
-    return {**{f"mAP@{k}": 100 * np.mean(v) for k, v in aps.items()}, **{f"R@{k}": 100 * np.mean(v) for k, v in recalls.items()}, **{f"semantic mAP@10 {a}": 100 * np.mean(v) for a, v in aspects.items()}}
+        def precision(i): return sum(x in right for x in listed[:i]) / i
+        def ap(k): return sum(precision(i) for i in range(1, k + 1) if listed[i - 1] in right) / min(len(right), k)
+        for k in (5, 10, 25, 50):
+            values.setdefault(f"mAP@{k}", []).append(ap(k))
+            values.setdefault(f"R@{k}", []).append(r["target_img_id"] in listed[:k])
+        for a in r["semantic_aspects"]: values.setdefault(f"semantic mAP@10 {a}", []).append(ap(10))
+    return {name: 100 * np.mean(v) for name, v in values.items()}
+
+
+@needs_files
+def test_ids_as_text_score_the_same(val):
+    "SEARLE, LinCIR and CIReVL write text; the official script casts to numbers."
+    for form in (str, "{:012d}".format):
+        assert score_circo_submission({q: [form(i) for i in listed] for q, listed in example("val").items()}, val) == \
+            score_circo_submission(example("val"), val)
 
 
 @needs_files
@@ -147,16 +171,18 @@ def test_scores_against_the_formulas(val):
 
 @needs_files
 def test_both_sides_of_the_denominator(val):
-    perfect = {q.id: [int(val.ids[t]) for t in q.targets] + [int(i) for i in val.ids[-50:]][len(q.targets):] for q in val.queries}
+    others = [int(i) for i in val.ids[-50:]]
+    perfect = {q.id: [int(val.ids[t]) for t in q.targets] + others[len(q.targets):] for q in val.queries}
     assert all(v == pytest.approx(100) for v in score_circo_submission(perfect, val).values())
-    alone = next(q for q in val.queries if len(q.targets) == 1); many = next(q for q in val.queries if len(q.targets) == 14)
-    single = {k: replace(val, queries=[q]) for k, q in (("alone", alone), ("many", many))}
+    def with_(n): return replace(val, queries=[next(q for q in val.queries if len(q.targets) == n)])
+    single = {"alone": with_(1), "many": with_(14)}
     def mAP(which, places, k=5): # right answers at these places
-        q, listed = single[which].queries[0], [int(i) for i in val.ids[-50:]]
+        q, listed = single[which].queries[0], list(others)
         for place, t in zip(places, q.targets): listed[place - 1] = int(val.ids[t])
         return score_circo_submission({q.id: listed}, single[which])[f"mAP@{k}"] / 100
     assert mAP("alone", [1]) == 1 and mAP("alone", [4]) == .25 and mAP("alone", [6]) == 0    # one right answer: not 1/5
-    assert mAP("many", [1, 2, 3, 4, 5]) == 1 and mAP("many", [1]) == pytest.approx(1 / 5) and mAP("many", [1], 25) == pytest.approx(1 / 14)
+    assert mAP("many", [1, 2, 3, 4, 5]) == 1
+    assert mAP("many", [1]) == pytest.approx(1 / 5) and mAP("many", [1], 25) == pytest.approx(1 / 14)
 
 
 @needs_files
@@ -174,12 +200,25 @@ def test_example_submissions_pass(val, test):
     check_circo_submission(example("val"), val); check_circo_submission(example("test"), test)
 
 
-BAD = {"duplicate": (lambda p: p["7"].__setitem__(3, p["7"][0]), "query 7: picture .* stands twice"), "query missing": (lambda p: p.pop("799"), "1 of 800 queries are missing, first '799'"),
-       "extra query": (lambda p: p.__setitem__("800", p["0"]), "1 keys are no query of test, first '800'"), "padded key": (lambda p: p.__setitem__("007", p.pop("7")), "1 of 800 queries are missing, first '7'"),
-       "49": (lambda p: p["0"].pop(), "query 0: 49 pictures, expected 50"), "51": (lambda p: p["0"].append(1_000_000), "query 0: 51 pictures, expected 50"), "empty": (lambda p: p["0"].clear(), "query 0: 0 pictures"),
-       "outside": (lambda p: p["5"].__setitem__(49, 999_999_999), "query 5: picture 999999999 is not in the gallery"), "negative": (lambda p: p["5"].__setitem__(49, -1), "picture -1 is not in the gallery"),
-       "text": (lambda p: p["5"].__setitem__(0, str(p["5"][0])), "write whole numbers"), "fraction": (lambda p: p["5"].__setitem__(0, float(p["5"][0])), "write whole numbers"),
-       "true": (lambda p: p["5"].__setitem__(0, True), "write whole numbers"), "null": (lambda p: p["5"].__setitem__(0, None), "write whole numbers"), "object": (lambda p: p.__setitem__("5", {"a": 1}), "dict instead of a list")}
+def first(to): return lambda p: p["5"].__setitem__(0, to(p["5"][0]))  # changes an id of query 5
+BAD = {
+    "duplicate": (lambda p: p["7"].__setitem__(3, p["7"][0]), "query 7: '.*' stands twice"),
+    "duplicate in another form": (lambda p: p["7"].__setitem__(3, f"{p['7'][0]:012d}"), "query 7: '.*' stands twice"),
+    "query missing": (lambda p: p.pop("799"), "1 of 800 queries are missing, first '799'"),
+    "extra query": (lambda p: p.__setitem__("800", p["0"]), "1 keys are no query of test, first '800'"),
+    "padded key": (lambda p: p.__setitem__("007", p.pop("7")), "1 of 800 queries are missing, first '7'"),
+    "49": (lambda p: p["0"].pop(), "query 0: 49 ids, expected 50"),
+    "51": (lambda p: p["0"].append(1_000_000), "query 0: 51 ids, expected 50"),
+    "empty": (lambda p: p["0"].clear(), "query 0: 0 ids"),
+    "outside": (first(lambda _: 999_999_999), "query 5: '999999999' is not in the gallery"),
+    "negative": (first(lambda _: -1), "query 5: picture id -1, expected a whole number"),
+    "words": (first(lambda _: "dog"), "query 5: picture id 'dog', expected a whole number"),
+    "file name": (first(lambda x: f"{x:012d}.jpg"), "query 5: picture id '.*jpg', expected a whole number"),
+    "fraction": (first(float), "expected a whole number"),
+    "true": (first(lambda _: True), "picture id True, expected a whole number"),
+    "null": (first(lambda _: None), "picture id None, expected a whole number"),
+    "object": (lambda p: p.__setitem__("5", {"a": 1}), "query 5: found .*expected a list of 50 ids"),
+}
 
 
 @needs_files
@@ -191,7 +230,8 @@ def test_corrupt_submissions_fail(test, spoil, words):
 
 @needs_files
 def test_hidden_labels_lead_to_the_submission(test):
-    with pytest.raises(ValueError, match="labels are hidden.*submission file"): rank_targets(torch.zeros(800, 2), torch.zeros(GALLERY, 2), test)
+    with pytest.raises(ValueError, match="labels are hidden.*submission file"):
+        rank_targets(torch.zeros(800, 2), torch.zeros(GALLERY, 2), test)
     with pytest.raises(ValueError, match="labels are hidden; send the submission file"): score_circo_submission(example("test"), test)
 
 
@@ -233,7 +273,8 @@ def test_ranking_never_holds_the_full_matrix(test, tmp_path):
     path, = write_submission(test, lists, tmp_path)
     payload = read(path)
     check_circo_submission(payload, test)
-    assert path.name == "circo_test.json" and payload["3"][0] == int(test.ids[int((gallery @ composed[3]).argmax())])
+    assert path.name == "circo_test.json" and all(type(i) is int for listed in payload.values() for i in listed)
+    assert payload["3"][0] == int(test.ids[int((gallery @ composed[3]).argmax())])
     assert list(tmp_path.iterdir()) == [path]
 
 
@@ -260,29 +301,36 @@ def test_random_and_constant_features_score_nothing(val):
 
 def small_tree(root):
     "Ten pictures of all kinds, some of them no pictures; four queries."
-    def record(i, reference, right): return dict(id=i, reference_img_id=reference, relative_caption="x", shared_concept="y", target_img_id=right[0], gt_img_ids=right, semantic_aspects=["addition"])
+    def record(i, reference, right):
+        return dict(id=i, reference_img_id=reference, relative_caption="x", shared_concept="y", target_img_id=right[0], gt_img_ids=right,
+                    semantic_aspects=["addition"])
     val = [record(0, 1, [2, 3]), record(1, 2, [9]), record(2, 10, [1]), record(3, 4, [8, 5])]
     write_tree(root, val, [{k: r[k] for k in ("id", "reference_img_id", "relative_caption")} for r in val], range(1, 11))
     folder = root/"COCO2017_unlabeled"/"unlabeled2017"; folder.mkdir()
     photo = Image.fromarray((np.add.outer(np.arange(24) * 5, np.arange(32) * 4)[:, :, None] % 256 * [1, .5, .2]).astype(np.uint8))
     turned = Image.Exif(); turned[274] = 6
-    names = {i: folder/f"{i:012d}" for i in range(1, 11)}
-    photo.save(names[1].with_suffix(".jpg")); photo.convert("CMYK").save(names[2].with_suffix(".JPG"), "JPEG"); photo.quantize(16).save(names[3].with_suffix(".png"))
-    photo.save(names[4].with_suffix(".jpeg"), exif=turned); photo.convert("L").save(names[5].with_suffix(".jpg"))
-    Image.fromarray((np.arange(24 * 32).reshape(24, 32) * 85).astype(np.uint16)).save(names[6].with_suffix(".png")); photo.save(names[7].with_suffix(".jpg"))
-    names[8].with_suffix(".jpg").touch(); names[9].with_suffix(".jpg").write_text("<!DOCTYPE html>", encoding="utf-8")
-    names[10].with_suffix(".jpg").write_bytes(names[1].with_suffix(".jpg").read_bytes()[:400])
+    def file(i, suffix=".jpg"): return folder/f"{i:012d}{suffix}"
+    photo.save(file(1))
+    photo.convert("CMYK").save(file(2, ".JPG"), "JPEG")
+    photo.quantize(16).save(file(3, ".png"))
+    photo.save(file(4, ".jpeg"), exif=turned)
+    photo.convert("L").save(file(5))
+    Image.fromarray((np.arange(24 * 32).reshape(24, 32) * 85).astype(np.uint16)).save(file(6, ".png"))
+    photo.save(file(7))
+    file(8).touch(); file(9).write_text("<!DOCTYPE html>", encoding="utf-8"); file(10).write_bytes(file(1).read_bytes()[:400])
     return root
 
 
 def test_pictures_missing_and_broken(tmp_path):
     small_tree(tmp_path)
-    with pytest.raises(FileNotFoundError, match=r"CIRCO val: 1 of 10 pictures are missing or have 0 bytes, first 8\. What to do"): load_circo(tmp_path)
+    words = r"CIRCO val: 1 of 10 pictures are missing or have 0 bytes, first 8\. What to do"
+    with pytest.raises(FileNotFoundError, match=words): load_circo(tmp_path)
     left = load_circo(tmp_path, allow_missing=True)
     assert left.missing == {"queries": [2, 4], "gallery": [7, 10]} and left.ids == [str(i) for i in range(1, 8)]
-    assert [(q.id, q.targets, q.weights) for q in left.queries] == [("0", (1, 2), (1., 0.)), ("3", (4,), (0.,))]     # 8, the target, is gone; 5 is still right for mAP@K
+    found = [(q.id, q.targets, q.weights) for q in left.queries]
+    assert found == [("0", (1, 2), (1., 0.)), ("3", (4,), (0.,))]                            # 8, a target, is gone; 5 is still right for mAP@K
     assert {p.mode for p in left.images} == {"RGB"} and {p.size for p in left.images} == {(32, 24)}
-    assert load_circo(tmp_path, "test", allow_missing=True).missing["queries"] == [3, 4]                              # without labels a query needs its reference only
+    assert load_circo(tmp_path, "test", allow_missing=True).missing["queries"] == [3, 4]      # without labels a query needs its reference only
     with pytest.raises(ValueError, match="2 of 4 queries were left out"): check_circo_submission({}, left)
 
 

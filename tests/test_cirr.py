@@ -54,7 +54,8 @@ def test_counts(val, test1, records):
         assert b.data == "official" and b.hidden == hidden and b.exclude_reference and b.galleries is None and not b.macro
         for q in b.queries: assert len(set(q.subset)) == 6 and q.reference in q.subset
     for q, r in zip(val.queries, records):
-        assert (q.id, val.ids[q.reference], [val.ids[j] for j in q.targets], q.weights) == (str(r["pairid"]), r["reference"], [r["target_hard"]], None)
+        assert (q.id, val.ids[q.reference], q.weights) == (str(r["pairid"]), r["reference"], None)
+        assert [val.ids[j] for j in q.targets] == [r["target_hard"]]
         assert q.targets[0] in q.subset and [val.ids[j] for j in q.subset] == r["img_set"]["members"]
     assert (val.metrics, val.averages) == (("R@1", "R@5", "R@10", "R@50", "R_subset@1", "R_subset@2", "R_subset@3"), {"Avg": ("R@5", "R_subset@1")})
 
@@ -68,26 +69,31 @@ def test_blank_and_pasted_captions_stay_queries(val, test1):
 @real
 def test_hard_and_soft_differ_where_they_are_known_to(val, soft, records):
     weights = [w for r in records for w in r["target_soft"].values()]
-    assert {w: weights.count(w) for w in set(weights)} == {1.: 4216, .5: 62, .2: 6, -1.: 807} and sum(len(r["target_soft"]) > 1 for r in records) == 645
+    assert {w: weights.count(w) for w in set(weights)} == {1.: 4216, .5: 62, .2: 6, -1.: 807}
+    assert sum(len(r["target_soft"]) > 1 for r in records) == 645
     without, below = [], []
     for h, s, r in zip(val.queries, soft.queries, records):
         worth = dict(zip(s.targets, s.weights))
-        assert s.reference not in worth and h.reference == s.reference
+        assert s.reference not in worth and h.reference == s.reference and all(w > 0 for w in s.weights)
         if r["target_hard"] not in r["target_soft"]:
-            without.append(r); assert h.targets[0] not in worth and r["target_soft"][r["reference"]] == 1 and all(w > 0 for w in s.weights)
+            without.append(r)
+            assert h.targets[0] not in worth and r["target_soft"][r["reference"]] == 1
         elif worth.get(h.targets[0], -1.) < 1: below.append(r["target_soft"][r["target_hard"]])
     assert len(without) == 37 and sorted(below) == [-1., -1., -1., .2, .5]
-    assert soft.metrics == tuple(f"R@{k}" for k in (1, 2, 5, 10, 50, 100)) + tuple(f"R_subset@{k}" for k in (1, 2, 3)) and soft.averages == val.averages
+    assert [q.weights for q in soft.queries if not q.targets] == [(), (), ()]          # asked, and lost
+    assert soft.metrics == tuple(f"R@{k}" for k in (1, 2, 5, 10, 50, 100)) + tuple(f"R_subset@{k}" for k in (1, 2, 3))
+    assert soft.averages == val.averages
     assert soft.queries_sha256 != val.queries_sha256 and soft.gallery_sha256 == val.gallery_sha256
 
 
 @real
 def test_best_reachable_recall(val, soft, features):
     for b, best in ((val, 100.), (soft, 100 * 4177 / 4181)):
-        first = np.array([q.targets[int(np.argmax(q.weights or (1,)))] for q in b.queries])
+        first = [q.targets[int(np.argmax(q.weights or (1,)))] if q.targets else q.reference for q in b.queries]
         ranks = rank_targets(features[1][first], features[1], b)
         assert 100 * metric_values("R@1", ranks).mean() == pytest.approx(best)
-        everything = Ranks([np.ones(len(q.targets)) for q in b.queries], [np.ones(len(q.targets)) for q in b.queries], [q.weights for q in b.queries])
+        ones = [np.ones(len(q.targets)) for q in b.queries]
+        everything = Ranks(ones, ones, [q.weights for q in b.queries])
         for m in b.metrics: assert 100 * metric_values(m, everything).mean() == pytest.approx(best)
     assert round(best, 4) == 99.9043
 
@@ -95,7 +101,7 @@ def test_best_reachable_recall(val, soft, features):
 @real
 def test_best_reachable_subset_recall_with_soft_targets(soft, features):
     "In 15 of the 37 queries without their hard target, the soft targets lie outside the group."
-    worth = [{t: w for t, w in zip(q.targets, q.weights) if t in q.subset and w > 0} for q in soft.queries]
+    worth = [{t: w for t, w in zip(q.targets, q.weights) if t in q.subset} for q in soft.queries]
     assert sum(not w for w in worth) == 18 and sum(max(w.values(), default=0) for w in worth) == 4162
     first = [max(w, key=w.get) if w else q.reference for q, w in zip(soft.queries, worth)]
     values = query_values(soft, rank_targets(features[1][first], features[1], soft))
@@ -125,12 +131,14 @@ def test_random_and_constant_features(val, soft, features):
     assert s.metrics["Avg"] == pytest.approx((s.metrics["R@5"] + s.metrics["R_subset@1"]) / 2)
     kept = metric_values("R_subset@1", rank_targets(*features, replace(val, exclude_reference=False)))
     assert abs(100 * kept.mean() - 100 / 6) < 2
-    flat, flat_soft = (query_values(b, rank_targets(torch.ones(len(b.queries), 8) / 8 ** .5, torch.ones(len(b.ids), 8) / 8 ** .5, b)) for b in (val, soft))
+    h, v = torch.ones(len(val.queries), 8) / 8 ** .5, torch.ones(len(val.ids), 8) / 8 ** .5
+    flat, flat_soft = (query_values(b, rank_targets(h, v, b)) for b in (val, soft))
     assert not any(x.any() for x in flat.values())
-    wrong = np.array([len(q.subset) - 1 - len(set(q.subset) & set(q.targets)) for q in soft.queries])   # some groups hold more right answers than wrong ones
+    right = np.array([len(set(q.subset) & set(q.targets)) for q in soft.queries])       # of five candidates
+    assert (right > 2).sum() == 3 and right.max() == 3
     for m, x in flat_soft.items():
-        if "R_subset" in m: assert not x[wrong >= int(m[-1])].any()
-        elif m != "Avg": assert not x.any()
+        if m == "R_subset@3": assert (x > 0).tolist() == (right == 3).tolist() and round(100 * x.mean(), 2) == .07
+        else: assert not x.any()
 
 
 @real
@@ -185,10 +193,21 @@ def test_small_corruptions_of_the_demo_files_fail(metric, demo, test1):
     outside = next(n for n in test1.ids if n not in names and n != reference and (metric == "recall" or test1.ids.index(n) not in q.subset))
     one_more = next(n for n in (test1.ids if metric == "recall" else [test1.ids[j] for j in q.subset]) if n not in names and n != reference)
     def with_(*listed): return {**good, q.id: list(listed)}
-    cases = {"1 pairs are missing": {k: v for k, v in good.items() if k != q.id}, "1 pairs are unknown, first '12060'": {**good, "12060": names}, "version is 'rc1'": {**good, "version": "rc1"}, "version is None": {k: v for k, v in good.items() if k != "version"},
-             "expected a JSON object with metric": {**good, "metric": "Recall"}, f"{len(names) - 1} ids, expected": with_(*names[:-1]), f"{len(names) + 1} ids, expected": with_(*names, one_more),
-             "stands twice": with_(*names[:-1], names[0]), "is the reference itself": with_(reference, *names[1:]), "is not in the": with_(*names[:-1], "dev-0-0-img0"), ".png' is not in the": with_(names[0] + ".png", *names[1:]),
-             "found ": with_(*names[:-1], 7), "found 'x'": {**good, q.id: "x"}, "expected a JSON object": [good]}
+    def without(key): return {k: v for k, v in good.items() if k != key}
+    cases = {"1 pairs are missing": without(q.id),
+             "1 pairs are unknown, first '12060'": {**good, "12060": names},
+             "version is 'rc1'": {**good, "version": "rc1"},
+             "version is None": without("version"),
+             "expected a JSON object with metric": {**good, "metric": "Recall"},
+             f"{len(names) - 1} ids, expected": with_(*names[:-1]),
+             f"{len(names) + 1} ids, expected": with_(*names, one_more),
+             "stands twice": with_(*names[:-1], names[0]),
+             "is the reference itself": with_(reference, *names[1:]),
+             "is not in the": with_(*names[:-1], "dev-0-0-img0"),
+             ".png' is not in the": with_(names[0] + ".png", *names[1:]),
+             "found ": with_(*names[:-1], 7),
+             "found 'x'": {**good, q.id: "x"},
+             "expected a JSON object": [good]}
     if metric == "recall_subset": cases["not in the pair's img_set.members"] = with_(*names[:-1], outside)
     for words, bad in cases.items():
         with pytest.raises(ValueError) as error: check_cirr_submission(bad, test1)
@@ -206,7 +225,8 @@ def test_writing_gives_the_demo_files_back(demo, test1, tmp_path):
     index = {n: i for i, n in enumerate(test1.ids)}
     lists = Lists(*([np.array([index[n] for n in demo[m][q.id]]) for q in test1.queries] for m in ("recall", "recall_subset")))
     files = write_submission(test1, lists, tmp_path)
-    assert [f.name for f in files] == ["test1_pred_ranks_recall.json", "test1_pred_ranks_recall_subset.json"] and sorted(tmp_path.iterdir()) == sorted(files)
+    assert [f.name for f in files] == ["test1_pred_ranks_recall.json", "test1_pred_ranks_recall_subset.json"]
+    assert sorted(tmp_path.iterdir()) == sorted(files)
     for m, f in zip(("recall", "recall_subset"), files): assert read(f) == demo[m] and f.stat().st_size < 5_000_000
     assert files[0].stat().st_size == (REAL/"demo_files"/files[0].name).stat().st_size
 
@@ -217,8 +237,10 @@ def small(root, split="val", groups=10, targets=True, pictures=(), prefix="cirr/
     folder = {"val": "dev", "test1": "test1"}[split]
     members = [[f"{folder}-{g}-{k}-img0" for k in range(6)] for g in range(groups)]
     told = lambda m: {"target_hard": m[1], "target_soft": {m[1]: 1., m[2]: .5, m[3]: -1.}} if targets else {}
-    records = [{"pairid": 7 * g, "reference": m[0], **told(m), "caption": f"wish {g}", "img_set": {"id": g, "members": m, "reference_rank": 0}} for g, m in enumerate(members)]
-    for path, content in ((f"captions/cap.rc2.{split}.json", records), (f"image_splits/split.rc2.{split}.json", {n: "./" + place.format(folder, n) for m in members for n in m})):
+    records = [{"pairid": 7 * g, "reference": m[0], **told(m), "caption": f"wish {g}", "img_set": {"id": g, "members": m, "reference_rank": 0}}
+               for g, m in enumerate(members)]
+    places = {n: "./" + place.format(folder, n) for m in members for n in m}
+    for path, content in ((f"captions/cap.rc2.{split}.json", records), (f"image_splits/split.rc2.{split}.json", places)):
         (root/prefix/path).parent.mkdir(parents=True, exist_ok=True)
         (root/prefix/path).write_text(json.dumps(content), encoding="utf-8")
     for g in range(groups) if pictures else ():
@@ -246,13 +268,19 @@ def test_pictures_found_by_name(tmp_path):
 
 def test_the_wrong_root_is_explained(tmp_path):
     small(tmp_path/"CIRR", pictures=range(6))
-    with pytest.raises(FileNotFoundError, match=r"(?s)no cirr/captions/cap.rc2.val.json below .*Found there: CIRR/.*image_splits.*Fix: pass .*CIRR instead"): load_cirr(tmp_path)
-    with pytest.raises(FileNotFoundError, match="60 of 60 pictures are missing.*they lie beside it, so pass .*CIRR"): load_cirr(tmp_path/"CIRR"/"cirr")
+    too_high = r"(?s)no cirr/captions/cap.rc2.val.json below .*Found there: CIRR/.*image_splits.*Fix: pass .*CIRR instead"
+    too_low = "60 of 60 pictures are missing.*they lie beside it, so pass .*CIRR"
+    with pytest.raises(FileNotFoundError, match=too_high): load_cirr(tmp_path)
+    with pytest.raises(FileNotFoundError, match=too_low): load_cirr(tmp_path/"CIRR"/"cirr")
     with pytest.raises(FileNotFoundError, match="no such folder"): load_cirr(tmp_path/"cirr")
 
 
-@pytest.mark.parametrize("break_", [Path.unlink, lambda p: p.write_bytes(b""), lambda p: p.write_text("<html>404</html>", encoding="utf-8"), lambda p: p.write_bytes(p.read_bytes()[:50])],
-                         ids=["missing", "0 bytes", "HTML", "truncated"])
+BREAK = {"missing": Path.unlink,
+         "0 bytes": lambda p: p.write_bytes(b""),
+         "HTML": lambda p: p.write_text("<html>404</html>", encoding="utf-8"),
+         "truncated": lambda p: p.write_bytes(p.read_bytes()[:50])}
+
+@pytest.mark.parametrize("break_", BREAK.values(), ids=BREAK)
 @pytest.mark.parametrize("k, hard, soft_", [(0, 9, 9), (1, 9, 10), (5, 10, 10)], ids=["reference", "target", "look-alike"])
 def test_allow_missing(tmp_path, break_, k, hard, soft_):
     small(tmp_path, pictures=range(6))
@@ -263,6 +291,20 @@ def test_allow_missing(tmp_path, break_, k, hard, soft_):
         left = [q for q in b.queries if q.id == "21"]
         assert [len(q.subset) for q in left] == [5] * (queries == 10)
     if targets == "soft" and k == 1: assert left[0].weights == (.5,)
+
+
+def test_without_a_soft_target_that_counts_a_query_is_asked_and_lost(tmp_path):
+    file = small(tmp_path, pictures=range(6))/"cirr/captions/cap.rc2.val.json"
+    told = read(file)
+    for g, weights in ((4, {"dev-4-1-img0": -1.}), (6, {"dev-6-0-img0": 1.})):          # nothing positive; the reference alone
+        told[g]["target_soft"] = weights
+    file.write_text(json.dumps(told), encoding="utf-8")
+    (tmp_path/"dev"/"dev-4-1-img0.png").unlink()
+    for b in (load_cirr(tmp_path, targets="soft", pictures=False), load_cirr(tmp_path, targets="soft", allow_missing=True)):
+        assert [(i, q.weights) for i, q in enumerate(b.queries) if q.targets == ()] == [(4, ()), (6, ())] and not b.hidden
+        ranks = rank_targets(torch.eye(60)[:10], torch.eye(60)[:len(b.ids)], b)
+        assert all(ranks.gallery[i].shape == ranks.subset[i].shape == (0,) for i in (4, 6))
+        assert not any(x[[4, 6]].any() for x in query_values(b, ranks).values())
 
 
 def test_an_incomplete_benchmark_makes_no_submission(tmp_path):
@@ -283,14 +325,17 @@ def test_nothing_is_written_when_the_second_file_is_refused(tmp_path):
     b = load_cirr(small(tmp_path, "test1", targets=False), "test1", pictures=False)
     top = [np.array([j for j in range(60) if j != q.reference]) for q in b.queries]
     subset = [np.array(q.subset[1:]) for q in b.queries]
-    with pytest.raises(ValueError, match="recall_subset.*stands twice"): write_submission(b, Lists(top, subset[:-1] + [subset[-1][[0, 0, 1]]]), tmp_path/"out")
+    twice = subset[:-1] + [subset[-1][[0, 0, 1]]]
+    with pytest.raises(ValueError, match="recall_subset.*stands twice"): write_submission(b, Lists(top, twice), tmp_path/"out")
     assert not list((tmp_path/"out").iterdir())
     assert len(write_submission(b, Lists(top, subset), tmp_path/"out")) == 2
 
 
 def test_a_test_split_that_tells_its_targets(tmp_path):
     b = load_cirr(small(tmp_path, "test1"), "test1", pictures=False)
-    assert not b.hidden and b.submission is not None and query_values(b, rank_targets(torch.eye(60)[[q.targets[0] for q in b.queries]], torch.eye(60), b))["R@1"].all()
+    assert not b.hidden and b.submission is not None
+    found = torch.eye(60)[[q.targets[0] for q in b.queries]]
+    assert query_values(b, rank_targets(found, torch.eye(60), b))["R@1"].all()
 
 
 def test_some_targets_only(tmp_path):
@@ -298,10 +343,12 @@ def test_some_targets_only(tmp_path):
     told = read(file)
     del told[4]["target_hard"], told[4]["target_soft"]
     file.write_text(json.dumps(told), encoding="utf-8")
-    with pytest.raises(ValueError, match="cap.rc2.val.json: 9 of 10 records have targets; expected all of them, or none"): load_cirr(tmp_path, pictures=False)
+    with pytest.raises(ValueError, match="cap.rc2.val.json: 9 of 10 records have targets; expected all of them, or none"):
+        load_cirr(tmp_path, pictures=False)
 
 
-junk = st.one_of(st.none(), st.booleans(), st.integers(), st.text(max_size=3), st.lists(st.text(max_size=3), max_size=2), st.dictionaries(st.text(max_size=3), st.integers(), max_size=2))
+short = st.text(max_size=3)
+junk = st.one_of(st.none(), st.booleans(), st.integers(), short, st.lists(short, max_size=2), st.dictionaries(short, st.integers(), max_size=2))
 
 @settings(max_examples=40, deadline=None)
 @given(st.sampled_from(["pairid", "reference", "caption", "img_set", "target_hard", "target_soft", None]), junk, st.sampled_from(["hard", "soft"]))

@@ -1,14 +1,13 @@
-"""Scores: ties, chance level, files."""
+"""Composing and scoring whole benchmarks, and the files that come of it."""
 import json
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from foco.backbones import ImageFeatures, feature_stats, load_backbone
-from foco.data.benchmark import Benchmark, Query
-from foco.evaluate import METRICS, Result, encode_benchmark, evaluate, rank_gallery, slerp, training_free
+from foco.backbones import feature_stats, load_backbone
+from foco.data.metrics import rank_targets, score
+from foco.evaluate import Result, compose_queries, encode_benchmark, evaluate, open_benchmark, results_table, slerp, training_free
 from foco.toyworld.benchmark import load_benchmark
 
 
@@ -19,44 +18,16 @@ def world():
     return backbone, bench, *encode_benchmark(backbone, bench)
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory): return tmp_path_factory.mktemp("toyworld")
+
+
 class Fixed:
     "A composer that returns given features."
     name = "fixed"
     def __init__(self, composed, gallery): self.composed, self.gallery = composed, gallery
-    def compose(self, images, texts): return self.composed
+    def compose(self, images, texts): return self.composed[:len(texts)]
     def encode_gallery(self, global_): return self.gallery
-
-
-def test_constant_features_score_zero(world):
-    backbone, bench, references, gallery = world
-    G, Q = len(bench.images), len(bench.queries)
-    scored = evaluate(Fixed(torch.ones(Q, 3), torch.ones(G, 3)), bench, references, gallery, backbone)
-    assert set(scored.result.metrics.values()) == {0.}
-
-
-def test_perfect_features_score_hundred(world):
-    backbone, bench, references, gallery = world
-    keys = sorted({s.key for s in bench.images.scenes})
-    one_hot = F.one_hot(torch.tensor([keys.index(s.key) for s in bench.images.scenes]), len(keys)).float()
-    scored = evaluate(Fixed(one_hot[[q.targets[0] for q in bench.queries]], one_hot), bench, references, gallery, backbone)
-    assert all(abs(v - 100) < 1e-9 for v in scored.result.metrics.values())
-
-
-def test_random_features_score_chance():
-    rng = torch.Generator().manual_seed(0)
-    G, Q, T = 400, 2000, 3
-    queries = [Query(0, "x", tuple((1 + torch.randperm(G - 1, generator=rng)[:T]).tolist())) for _ in range(Q)]
-    bench = Benchmark("chance", "val", range(G), [str(i) for i in range(G)], queries)
-    ranks = rank_gallery(torch.randn(Q, 32, generator=rng), torch.randn(G, 32, generator=rng), bench)
-    expected = 1 - np.prod([(G - 1 - T - i) / (G - 1 - i) for i in range(10)]) # no target among ten draws without replacement
-    assert abs(METRICS["R@10"](ranks).mean() - expected) < 3 * (expected * (1 - expected) / Q) ** .5
-
-
-def test_chunks_do_not_change_ranks(world):
-    _, bench, references, gallery = world
-    composed = F.normalize(torch.randn(len(bench.queries), gallery.shape[1], dtype=torch.float64), dim=-1)
-    one, many = (rank_gallery(composed, gallery.double(), bench, chunk=c) for c in (1, 1000))
-    assert all((a == b).all() for a, b in zip(one, many))
 
 
 def test_reference_is_left_out(world):
@@ -88,3 +59,62 @@ def test_slerp_against_rotation(alpha):
     angle = torch.tensor(.8, dtype=torch.float64)
     u, v = torch.tensor([[1., 0.]], dtype=torch.float64), torch.stack([angle.cos(), angle.sin()])[None]
     assert torch.allclose(slerp(u, v, alpha), torch.stack([(alpha * angle).cos(), (alpha * angle).sin()])[None])
+
+
+class Words:
+    "A composer whose feature is the text's length and first letter: no reference, no backbone."
+    name = "words"
+    def compose(self, images, texts): return F.normalize(torch.tensor([[len(t), ord(t[0]), 1.] for t in texts]), dim=-1)
+    def encode_gallery(self, global_): return F.normalize(global_[:, :3], dim=-1)
+
+
+def test_two_ways_of_saying_it_are_averaged(world):
+    backbone, bench, references, gallery = world
+    said = replace(bench, queries=[replace(q, text="abc", also=("zebra crossing",)) if i % 2 else q for i, q in enumerate(bench.queries)])
+    composed = compose_queries(Words(), said, references, batch_size=5)
+    one, other = Words().compose(None, ["abc", "zebra crossing"])
+    assert torch.allclose(composed[1], F.normalize(one + other, dim=-1)) and torch.allclose(composed[0], Words().compose(None, [bench.queries[0].text])[0])
+
+
+def test_shared_references_are_encoded_once(world):
+    backbone, bench, references, gallery = world
+    shared = replace(bench, queries=[replace(q, reference=bench.queries[0].reference, targets=q.targets) for q in bench.queries[:6]])
+    refs, _ = encode_benchmark(backbone, shared)
+    assert len(refs) == 1
+    image_only = training_free(backbone, feature_stats(references, backbone.encode_texts(["a car"])))[0]
+    assert torch.allclose(compose_queries(image_only, shared, refs), gallery[[bench.queries[0].reference] * 6], atol=1e-5)
+
+
+def test_hidden_labels_have_no_score(world):
+    backbone, bench, references, gallery = world
+    hidden = replace(bench, queries=[replace(q, targets=None) for q in bench.queries])
+    with pytest.raises(ValueError, match="labels are hidden.*submission file"): evaluate(Words(), hidden, references, gallery, backbone)
+
+
+def test_missing_pictures_stay_with_the_score(world, tmp_path):
+    backbone, bench, references, gallery = world
+    partial = replace(bench, missing={"queries": [24, 25], "gallery": [264, 270]}, data="unofficial")
+    result = evaluate(Words(), partial, references, gallery, backbone).result
+    assert Result.load(result.save(tmp_path)).missing == partial.missing
+    assert "only 24 of 25 queries, 264 of 270 gallery pictures" in results_table([result]).index[0][1]
+
+
+def test_other_galleries_warn(world):
+    backbone, bench, references, gallery = world
+    result = evaluate(Words(), bench, references, gallery, backbone).result
+    with pytest.warns(UserWarning, match="different galleries or queries"): results_table([result, replace(result, gallery_sha256="other")])
+
+
+@pytest.mark.parametrize("name", ["fashioniq", "cirr", "circo", "genecis"])
+@pytest.mark.parametrize("split", ["val", "test"])
+def test_toyworld_in_the_four_formats(world, name, split, folder):
+    "Written in the official formats, read by the official loaders, scored by the official rules."
+    backbone = world[0]
+    bench = open_benchmark(name, split, folder=folder)
+    assert bench.data == "toyworld" and not bench.missing and not bench.hidden and len(bench.queries) >= 200
+    references, gallery = encode_benchmark(backbone, bench)
+    free = training_free(backbone, feature_stats(references, backbone.encode_texts(["a car"])))
+    scores = {c.name: evaluate(c, bench, references, gallery, backbone).result.metrics for c in free[:3]}
+    flat = Fixed(torch.ones(len(bench.queries) * 2, 3), torch.ones(len(bench.ids), 3))
+    assert all(v == 0 for m, v in evaluate(flat, bench, references, gallery, backbone).result.metrics.items() if m.split("@")[-1] in ("1", "5", "10") and not (name == "genecis" and m == "R@10"))
+    assert all(0 <= v <= 100 for s in scores.values() for v in s.values())

@@ -3,6 +3,7 @@ import json
 from pathlib import Path
 
 import numpy as np
+import open_clip
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
@@ -25,6 +26,10 @@ def val(): return load_fashioniq(REAL, pictures=False)
 
 @pytest.fixture(scope="module")
 def test(): return load_fashioniq(REAL, "test", pictures=False)
+
+
+def records(split): # {category: its raw records}
+    return {c: read_category(load_card("fashioniq"), REAL, c, split).records for c in CATEGORIES}
 
 
 def per_category(b): return {c: sum(c in q.kinds for q in b.queries) for c in CATEGORIES}
@@ -62,9 +67,10 @@ def test_union_gallery(val):
 
 @real
 def test_training_files_are_what_the_paper_counts():
-    read = {c: read_category(load_card("fashioniq"), REAL, c, "train") for c in CATEGORIES}
-    assert {c: (len(r.records), len(r.names)) for c, r in read.items()} == {"dress": (5985, 11452), "shirt": (5988, 19036), "toptee": (6027, 16121)}
-    names = [n for s in ("val", "test") for c in CATEGORIES for n in read_category(load_card("fashioniq"), REAL, c, s).names] + [n for r in read.values() for n in r.names]
+    read = {(s, c): read_category(load_card("fashioniq"), REAL, c, s) for s in ("train", "val", "test") for c in CATEGORIES}
+    counted = {c: (len(r.records), len(r.names)) for (s, c), r in read.items() if s == "train"}
+    assert counted == {"dress": (5985, 11452), "shirt": (5988, 19036), "toptee": (6027, 16121)}
+    names = [n for r in read.values() for n in r.names]
     assert (len(names), len(set(names))) == (77683, 74381)
 
 
@@ -77,7 +83,7 @@ def test_shirt_and_toptee_share_pictures(val):
 
 @real
 def test_blank_captions_stay_queries(val, test):
-    raw = {f"{c} {i}": r["captions"] for c in CATEGORIES for i, r in enumerate(read_category(load_card("fashioniq"), REAL, c, "val").records)}
+    raw = {f"{c} {i}": r["captions"] for c, rs in records("val").items() for i, r in enumerate(rs)}
     assert {k for k, captions in raw.items() if "" in captions} == BLANK and val.protocol["blank_captions"] == 3
     asked = {q.id: q for q in val.queries}
     assert list(asked) == list(raw)
@@ -88,17 +94,30 @@ def test_blank_captions_stay_queries(val, test):
 @real
 @pytest.mark.parametrize("join", JOINS)
 def test_joins(join, val):
-    records = {c: read_category(load_card("fashioniq"), REAL, c, "val").records for c in CATEGORIES}
+    told = {c: [[t.strip(".?, ") for t in r["captions"]] for r in rs] for c, rs in records("val").items()}
     b = val if join == JOINS[0] else load_fashioniq(REAL, join=join, pictures=False)
     assert b.protocol["join"] == join
     for q in b.queries:
         category, i = q.id.split()
-        c1, c2 = (c.strip(".?, ") for c in records[category][int(i)]["captions"])
+        c1, c2 = told[category][int(i)]
         straight, turned = (f"{c1} and {c2}", f"{c2} and {c1}") if c1 and c2 else (c1 or c2,) * 2
-        expected = {"both_orders_averaged": (straight, turned) if straight != turned else (straight,), "c1_and_c2": (straight,), "c2_and_c1": (turned,)}[join]
-        assert q.texts == expected
+        both = (straight, turned) if straight != turned else (straight,)
+        assert q.texts == {"both_orders_averaged": both, "c1_and_c2": (straight,), "c2_and_c1": (turned,)}[join]
     two = sum(len(q.texts) == 2 for q in b.queries)
-    assert two == (sum(len(set(c.strip(".?, ") for c in r["captions"])) == 2 and all(c.strip(".?, ") for c in r["captions"]) for rs in records.values() for r in rs) if join == JOINS[0] else 0)
+    assert two == (sum(c1 != c2 and c1 != "" and c2 != "" for cs in told.values() for c1, c2 in cs) if join == JOINS[0] else 0)
+
+
+@real
+def test_what_stripping_changes_for_the_tokenizer(val):
+    "In Pic2Word's prompt leading blanks make no tokens, the punctuation at the ends of a sentence does."
+    encode = open_clip.get_tokenizer("ViT-L-14").encode
+    def tokens(c1, c2): return encode(f"a photo of * , {c2} and {c1}")
+    raw = [r["captions"] for rs in records("val").values() for r in rs]
+    blank_first = [cs for cs in raw if any(c.startswith(" ") for c in cs)]
+    assert sum(c.startswith(" ") for cs in raw for c in cs) == sum(load_card("fashioniq").counts["leading_blanks"].values())
+    assert len(blank_first) == 346 and all(tokens(*cs) == tokens(*(c.lstrip() for c in cs)) for cs in blank_first)
+    assert all(tokens(*cs) == tokens(*(c.strip() for c in cs)) for cs in raw)
+    assert (sum(tokens(*cs) != tokens(*(c.strip(".?, ") for c in cs)) for cs in raw), len(raw)) == (895, 6016)
 
 
 @real
@@ -118,7 +137,8 @@ def test_constant_and_random_features(val):
 def test_hidden_labels_point_at_the_submission(test):
     h, v = torch.zeros(len(test.queries), 2), torch.zeros(len(test.ids), 2)
     with pytest.raises(ValueError, match="labels are hidden.*submission"): rank_targets(h, v, test)
-    with pytest.raises(ValueError, match="targets of this split are hidden; use 'original'"): load_fashioniq(REAL, "test", gallery="val_union", pictures=False)
+    with pytest.raises(ValueError, match="targets of this split are hidden; use 'original'"):
+        load_fashioniq(REAL, "test", gallery="val_union", pictures=False)
 
 
 @real
@@ -149,7 +169,7 @@ def small(root, split="val", n=60, asked=3, targets=True, pictures=(), suffix=".
     "Write a FashionIQ of `n` names a category; `pictures` are the numbers that get a file."
     for c in CATEGORIES:
         names = [f"{c[0].upper()}{i:03d}" for i in range(n)]
-        records = [{**({"target": names[i + 1]} if targets else {}), "candidate": names[i], "captions": [f"is {i}", "is other"]} for i in range(asked)]
+        records = [{"candidate": names[i], "captions": [f"is {i}", "is other"]} | ({"target": names[i + 1]} if targets else {}) for i in range(asked)]
         for path, content in ((f"captions/cap.{c}.{split}.json", records), (f"image_splits/split.{c}.{split}.json", names)):
             (root/path).parent.mkdir(parents=True, exist_ok=True)
             (root/path).write_text(json.dumps(content), encoding="utf-8")
@@ -166,8 +186,12 @@ def test_pictures_in_one_folder_or_one_per_category(tmp_path, suffix):
     assert load_fashioniq(tmp_path).ids == b.ids
 
 
-@pytest.mark.parametrize("break_", [Path.unlink, lambda p: p.write_bytes(b""), lambda p: p.write_text("<html>404</html>", encoding="utf-8"), lambda p: p.write_bytes(p.read_bytes()[:60])],
-                         ids=["missing", "0 bytes", "HTML", "truncated"])
+BREAK = {"missing": Path.unlink,
+         "0 bytes": lambda p: p.write_bytes(b""),
+         "HTML": lambda p: p.write_text("<html>404</html>", encoding="utf-8"),
+         "truncated": lambda p: p.write_bytes(p.read_bytes()[:60])}
+
+@pytest.mark.parametrize("break_", BREAK.values(), ids=BREAK)
 @pytest.mark.parametrize("i, queries", [(0, 8), (1, 7), (3, 8), (4, 9)], ids=["reference", "reference and target", "target", "distractor"])
 def test_allow_missing(tmp_path, break_, i, queries):
     small(tmp_path, n=6, asked=3, pictures=range(6))
@@ -182,7 +206,8 @@ def test_allow_missing(tmp_path, break_, i, queries):
 
 def test_missing_pictures_are_refused(tmp_path):
     small(tmp_path, n=4, asked=1, pictures=range(3))
-    with pytest.raises(FileNotFoundError, match="3 of 12 pictures are missing or have 0 bytes, first D003, S003, T003.*foco_check_data fashioniq"): load_fashioniq(tmp_path)
+    expected = "3 of 12 pictures are missing or have 0 bytes, first D003, S003, T003.*foco_check_data fashioniq"
+    with pytest.raises(FileNotFoundError, match=expected): load_fashioniq(tmp_path)
 
 
 @pytest.fixture(scope="module")
@@ -204,9 +229,11 @@ def test_small_corruptions_are_refused(hidden, numbers, i, data):
     j, k = data.draw(st.integers(0, 49)), data.draw(st.integers(0, 49).filter(lambda k: k != 0))
     def changed(**fields): return [{**r, **fields} if n == i else r for n, r in enumerate(good)]
     r = good[i]["ranking"]
-    for bad in (good[:i] + good[i + 1:], good + [good[i]], good[1:] + good[:1], changed(candidate="D010"), changed(captions=["is other", "is new"]), changed(captions=None),
-                changed(ranking=r[:-1]), changed(ranking=r + ["D000"]), changed(ranking=r[:j] + [r[j - k]] + r[j + 1:]), changed(ranking=r[:j] + ["S000"] + r[j + 1:]),
-                changed(ranking=r[:j] + [j] + r[j + 1:]), changed(ranking=None), {"ranking": r}, None):
+    def put(x): return changed(ranking=r[:j] + [x] + r[j + 1:])
+    for bad in (good[:i] + good[i + 1:], good + [good[i]], good[1:] + good[:1],
+                changed(candidate="D010"), changed(captions=["is other", "is new"]), changed(captions=None),
+                changed(ranking=r[:-1]), changed(ranking=r + ["D000"]), changed(ranking=None),
+                put(r[j - k]), put("S000"), put(j), {"ranking": r}, None):
         with pytest.raises(ValueError): check_fashioniq_submission(bad, hidden, "dress")
 
 

@@ -30,10 +30,14 @@ def real(): return load_genecis(REAL, pictures=False)
 @needs_files
 def test_counts(real):
     tasks, counts = by_task(real), load_card("genecis").counts
-    assert {t: len(q) for t, q in tasks.items()} == dict(focus_attribute=2000, change_attribute=2112, focus_object=1960, change_object=1960) == counts["queries"]
-    assert {t: {len(real.galleries[q.gallery]) for q in qs} for t, qs in tasks.items()} == dict(focus_attribute={10}, change_attribute={15}, focus_object={15}, change_object={15})
-    assert {t: len({q.text for q in qs}) for t, qs in tasks.items()} == dict(focus_attribute=40, change_attribute=400, focus_object=97, change_object=109)
-    assert real.data == "official" and (real.split, real.exclude_reference, real.macro, real.hidden) == ("test", False, True, False)
+    def each(*values): return dict(zip(TASKS, values, strict=True))
+    assert {t: len(q) for t, q in tasks.items()} == each(2000, 2112, 1960, 1960) == counts["queries"]
+    assert {t: {len(real.galleries[q.gallery]) for q in qs} for t, qs in tasks.items()} == each({10}, {15}, {15}, {15})
+    assert {t: len({q.text for q in qs}) for t, qs in tasks.items()} == each(40, 400, 97, 109)
+    assert all(len(q) % 8 == 0 for q in tasks.values())                                      # the official batch size divides all of them
+    assert (real.data, real.split, real.exclude_reference, real.macro, real.hidden) == ("official", "test", False, True, False)
+    assert real.protocol["variant"] == "official"
+    assert load_genecis(REAL, crop="symmetric", pictures=False).protocol["variant"] == "crop"
     assert not any("$" in q.text for q in real.queries) and real.metrics == ("R@1", "R@2", "R@3")
     assert json.loads(json.dumps(real.protocol)) == real.protocol
 
@@ -44,28 +48,38 @@ def test_galleries_are_the_records(real):
     def name(e): return f"{e['val_image_id']:012d}" if "val_image_id" in e else e["image_id"]
     for task, queries in by_task(real).items():
         for i, (q, r) in enumerate(zip(queries, records(task), strict=True)):
-            listed = [r["target"], *r["gallery"]]
-            places = real.galleries[q.gallery]
-            assert [real.ids[j].split(":")[0] for j in places] == [name(e) for e in listed] and q.targets == (places[0],) and q.id == f"{task} {i}" and q.text == r["condition"]
-            if task in OBJECT: assert real.ids[q.reference] == name(r["reference"]) and real.images.boxes[q.reference] is None; continue
-            assert [real.images.boxes[j][:4] for j in (q.reference, *places)] == [tuple(e["instance_bbox"]) for e in (r["reference"], *listed)]
+            listed, places = [r["target"], *r["gallery"]], real.galleries[q.gallery]
+            assert [real.ids[j].split(":")[0] for j in places] == [name(e) for e in listed]
+            assert (q.targets, q.id, q.text) == ((places[0],), f"{task} {i}", r["condition"])
+            boxes = [real.images.boxes[j] for j in (q.reference, *places)]
+            if task in OBJECT: assert real.ids[q.reference] == name(r["reference"]) and not any(boxes); continue
+            assert [b[:4] for b in boxes] == [tuple(e["instance_bbox"]) for e in (r["reference"], *listed)]
 
 
 @needs_files
 def test_ids_are_exact_and_different(real):
-    assert len(set(real.ids)) == len(real.ids) == 34_083 and "000000121506" in real.ids
+    assert len(set(real.ids)) == len(real.ids) == 34_083 == load_card("genecis").counts["different"] and "000000121506" in real.ids
     assert "2361447:0,1.6666666666666667,490.1666666666667,140.16666666666669" in real.ids
 
 
+# boxes; horizontal margin all on the left, vertical margin all above, both, neither; negative corners; smallest side
+BOX_COUNTS = {"focus_attribute": (22_000, 12_284, 11_177, 7_628, 6_167, 38, 2), "change_attribute": (33_792, 18_425, 17_646, 11_698, 9_419, 39, 3)}
+
+
 @needs_files
-def test_boxes():
-    for task, (n, free, negative, smallest) in dict(focus_attribute=(22_000, 12_284, 38, 2), change_attribute=(33_792, 18_425, 39, 3)).items():
-        boxes = [e["instance_bbox"] for r in records(task) for e in (r["reference"], r["target"], *r["gallery"])]
-        assert len(boxes) == n and sum(x < 0 or y < 0 for x, y, _, _ in boxes) == negative and min(min(b[2:]) for b in boxes) == smallest
-        assert .66 < sum(any(v != int(v) for v in b) for b in boxes) / n < .71
-        x, w, (left, right) = *np.array(boxes).T[[0, 2]], np.array([official_edges(Box(*b), (10**6, 10**6)) for b in boxes]).T[[0, 2]]
-        assert (x - .7 * w >= 0).sum() == free and (abs(right - x - w) < 1e-6).sum() == free  # the margin is on the left alone
-        assert np.allclose(right - left, 1.7 * w)
+@pytest.mark.parametrize("task", ATTRIBUTE)
+def test_boxes(task):
+    boxes = np.array([e["instance_bbox"] for r in records(task) for e in (r["reference"], r["target"], *r["gallery"])])
+    (x, y, w, h), far = boxes.T, (10**6, 10**6)                                              # no border on the right or below
+    left, top, right, bottom = np.array([official_edges(Box(*b), far) for b in boxes]).T
+    on_left, above = abs(right - x - w) < 1e-6, abs(bottom - y - h) < 1e-6                   # ends where the box ends
+    assert (on_left == (x - .7 * w >= 0)).all() and (above == (y - .7 * h >= 0)).all()
+    found = (len(boxes), on_left.sum(), above.sum(), (on_left & above).sum(), (~on_left & ~above).sum())
+    assert (*found, ((x < 0) | (y < 0)).sum(), min(w.min(), h.min())) == BOX_COUNTS[task]
+    assert .66 < (boxes != boxes.astype(int)).any(1).mean() < .71
+    assert np.allclose(right - left, 1.7 * w) and np.allclose(bottom - top, 1.7 * h)         # as large as ever, wherever it slides
+    counts = load_card("genecis").counts
+    assert found == tuple(counts[k][task] for k in ("boxes", "boxes_free_left", "boxes_free_top", "boxes_free_both", "boxes_free_neither"))
 
 
 @needs_files
@@ -148,8 +162,10 @@ def noise(W=120, H=80): return Image.fromarray(np.random.default_rng(0).integers
 def same(a, b): return a.size == b.size and (np.asarray(a.convert("RGB")) == np.asarray(b.convert("RGB"))).all()
 
 
-BOXES = {"free": (60, 40, 20, 10), "left": (5, 40, 20, 10), "top": (60, 2, 20, 30), "corner": (1, 1, 60, 50), "right": (90, 50, 30, 20), "beyond right": (90, 50, 60, 60), "all": (0, 0, 120, 80), "negative": (-4, -3, 30, 40),
-         "fraction": (33.4, 21.7, 18.9, 7.3), "halves": (50.5, 30.5, 5, 5), "tiny": (70.2, 10.6, 2, 3.5), "thin": (64, 4, 2, 70), "long ago": (0.0, 1.6666666666666667, 90.16666666666667, 40.166666666666664)}
+BOXES = {"free": (60, 40, 20, 10), "left": (5, 40, 20, 10), "top": (60, 2, 20, 30), "corner": (1, 1, 60, 50), "right": (90, 50, 30, 20),
+         "beyond right": (90, 50, 60, 60), "all": (0, 0, 120, 80), "negative": (-4, -3, 30, 40), "fraction": (33.4, 21.7, 18.9, 7.3),
+         "halves": (50.5, 30.5, 5, 5), "tiny": (70.2, 10.6, 2, 3.5), "thin": (64, 4, 2, 70),
+         "long fractions": (0.0, 1.6666666666666667, 90.16666666666667, 40.166666666666664)}
 
 
 @pytest.mark.parametrize("box", BOXES.values(), ids=BOXES)
@@ -192,9 +208,10 @@ def test_crops_of_all_kinds_of_pictures(tmp_path):
     "Grey, CMYK, palette, 16-bit and turned pictures are RGB, upright as stored, and padded with black."
     photo, box, turned = noise(), Box(60, 10, 20, 50), Image.Exif(); turned[274] = 6
     deep = Image.fromarray((np.arange(80 * 120).reshape(80, 120) * 6).astype(np.uint16))
-    for name, save in {"grey.jpg": lambda p: photo.convert("L").save(p), "cmyk.jpg": lambda p: photo.convert("CMYK").save(p), "palette.png": lambda p: photo.quantize(32).save(p),
-                       "deep.png": deep.save, "turned.jpg": lambda p: photo.save(p, exif=turned), "bits.png": lambda p: photo.convert("1").save(p)}.items():
-        save(tmp_path/name)
+    kinds = {"grey.jpg": photo.convert("L"), "cmyk.jpg": photo.convert("CMYK"), "palette.png": photo.quantize(32), "deep.png": deep,
+             "turned.jpg": photo, "bits.png": photo.convert("1")}
+    for name, picture in kinds.items():
+        picture.save(tmp_path/name, **({"exif": turned} if name == "turned.jpg" else {}))
         crop = Pictures([tmp_path/name], crop=crop_box, boxes=[box])[0]
         assert crop.mode == "RGB" and crop.size == (80, 80), name                            # 46 to 80 and 0 to 80 is 34 x 80
         columns = np.asarray(crop).astype(int).sum((0, 2))
@@ -218,8 +235,9 @@ def write_tree(root):
     for folder in ("genecis", "VG_100K", "VG_100K_2", "val2017"): (root/folder).mkdir(parents=True)
     for task in TASKS:
         form = box if task in ATTRIBUTE else whole
-        rows = [(0, 1, [2, 3]), (4, 5, [3, 0])]
-        (root/"genecis"/f"{task}.json").write_text(json.dumps([dict(condition="color", reference=form(r), target=form(t), gallery=[form(g) for g in others]) for r, t, others in rows]), encoding="utf-8")
+        rows = [dict(condition="color", reference=form(r), target=form(t), gallery=[form(g) for g in others])
+                for r, t, others in ((0, 1, [2, 3]), (4, 5, [3, 0]))]
+        (root/"genecis"/f"{task}.json").write_text(json.dumps(rows), encoding="utf-8")
     for i in range(6):
         noise().save(root/("VG_100K", "VG_100K_2")[i % 2]/f"{2000 + i}.jpg"); noise().save(root/"val2017"/f"{40 + i:012d}.jpg")
     return root
@@ -228,13 +246,16 @@ def write_tree(root):
 def test_missing_and_broken_pictures(tmp_path):
     write_tree(tmp_path)
     assert load_genecis(tmp_path).missing == {} and load_genecis(tmp_path).data == "unofficial"
-    (tmp_path/"VG_100K_2"/"2003.jpg").unlink(); (tmp_path/"VG_100K_2"/"2005.jpg").write_bytes(b""); cut = tmp_path/"val2017"/f"{41:012d}.jpg"; cut.write_bytes(cut.read_bytes()[:500])
-    with pytest.raises(FileNotFoundError, match=r"2 of 12 pictures are missing or have 0 bytes, first 2003:13,20.5,30,15, 2005:.*Missing: 2 of 6 files of Visual Genome"): load_genecis(tmp_path)
+    (tmp_path/"VG_100K_2"/"2003.jpg").unlink(); (tmp_path/"VG_100K_2"/"2005.jpg").write_bytes(b"")
+    cut = tmp_path/"val2017"/f"{41:012d}.jpg"; cut.write_bytes(cut.read_bytes()[:500])
+    words = r"2 of 12 pictures are missing or have 0 bytes, first 2003:13,20.5,30,15, 2005:.*Missing: 2 of 6 files of Visual Genome"
+    with pytest.raises(FileNotFoundError, match=words): load_genecis(tmp_path)
     assert load_genecis(tmp_path, tasks=OBJECT).missing == {}                                # unused pictures are not asked for
     left = load_genecis(tmp_path, allow_missing=True)
     assert left.missing == {"queries": [4, 8], "gallery": [7, 10]} and left.data == "unofficial"
+    crops, photos = ["2001", "2002"], [f"{i:012d}" for i in (45, 43, 40)]
     assert {q.id: [left.ids[j].split(":")[0] for j in left.galleries[q.gallery]] for q in left.queries} == {
-        "focus_attribute 0": ["2001", "2002"], "change_attribute 0": ["2001", "2002"], "focus_object 1": [f"{i:012d}" for i in (45, 43, 40)], "change_object 1": [f"{i:012d}" for i in (45, 43, 40)]}
+        "focus_attribute 0": crops, "change_attribute 0": crops, "focus_object 1": photos, "change_object 1": photos}
     assert {p.size for p in left.images} == {(120, 80), (51, 51)}
 
 
@@ -252,19 +273,31 @@ def test_both_trees_and_splits(tmp_path):
 
 def test_options_are_part_of_the_benchmark(tmp_path):
     write_tree(tmp_path)
-    plain, other = load_genecis(tmp_path), load_genecis(tmp_path, crop="symmetric", condition="a photo with {condition}", preprocess="targetpad")
+    plain = load_genecis(tmp_path)
+    other = load_genecis(tmp_path, crop="symmetric", condition="a photo with {condition}", preprocess="targetpad")
     assert {q.text for q in plain.queries} == {"color"} and {q.text for q in other.queries} == {"a photo with color"}
     assert not same(plain.images[0], other.images[0]) and plain.images.manifest() != other.images.manifest()
-    assert (other.protocol["crop"], other.protocol["condition"], other.protocol["preprocess"]) == ("symmetric", "a photo with {condition}", "targetpad")
+    chosen = {"crop": "symmetric", "condition": "a photo with {condition}", "preprocess": "targetpad", "variant": "condition, crop, preprocess"}
+    assert {k: other.protocol[k] for k in chosen} == chosen and plain.protocol["variant"] == "official"
     i = plain.ids.index("000000000040")
     assert plain.images[i].size == (120, 80) and other.images[i].size == (120, 96)            # object tasks: no padding, unless it is asked for
 
 
-def test_damaged_annotations(tmp_path):
+DAMAGE = {"condition": ({"condition": 3}, "record 1: condition is 3"), "gallery": ({"gallery": {}}, "record 1: gallery is"),
+          "target": ({"target": {"val_image_id": 3}}, "record 1: found .*expected an object with image_id and instance_bbox"),
+          "box": ({"target": {"image_id": "1", "instance_bbox": [1, 2, 0, 5]}}, r"record 1: instance_bbox \[1, 2, 0, 5\] has no area"),
+          "short gallery": ({"gallery": [{"image_id": "1", "instance_bbox": [1, 2, 3, 5]}]}, "record 1: gallery of 1, expected 2")}
+
+
+@pytest.mark.parametrize("change,words", DAMAGE.values(), ids=DAMAGE)
+def test_damaged_annotations(tmp_path, change, words):
     write_tree(tmp_path); file = tmp_path/"genecis"/"change_attribute.json"; good = json.loads(file.read_text(encoding="utf-8"))
-    for change, words in (({"condition": 3}, "record 1: condition is 3"), ({"gallery": {}}, "record 1: gallery is"), ({"gallery": good[1]["gallery"][:1]}, "record 1: gallery of 1, expected 2"),
-                          ({"target": {"image_id": "1", "instance_bbox": [1, 2, 0, 5]}}, r"record 1: instance_bbox \[1, 2, 0, 5\] has no area"), ({"target": {"val_image_id": 3}}, "record 1: found .*expected an object with image_id and instance_bbox")):
-        file.write_text(json.dumps([good[0], good[1] | change]), encoding="utf-8")
-        with pytest.raises(ValueError, match=f"change_attribute.json, {words}"): load_genecis(tmp_path)
+    file.write_text(json.dumps([good[0], good[1] | change]), encoding="utf-8")
+    with pytest.raises(ValueError, match=f"change_attribute.json, {words}"): load_genecis(tmp_path)
+
+
+def test_a_record_without_a_target(tmp_path):
+    write_tree(tmp_path); file = tmp_path/"genecis"/"change_attribute.json"; good = json.loads(file.read_text(encoding="utf-8"))
     file.write_text(json.dumps([good[0], {k: v for k, v in good[1].items() if k != "target"}]), encoding="utf-8")
-    with pytest.raises(ValueError, match="record 1: no target; expected condition, reference, target, gallery"): load_genecis(tmp_path)
+    words = "record 1: no target; expected an object with condition, reference, target, gallery"
+    with pytest.raises(ValueError, match=words): load_genecis(tmp_path)

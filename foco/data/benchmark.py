@@ -71,14 +71,15 @@ class Benchmark:
 
     @cached_property
     def gallery_sha256(self) -> str:
-        "Identify the galleries by the names of their pictures, in order."
-        return _sha256(self.ids if self.galleries is None else ("\t".join(self.ids[j] for j in g) for g in self.galleries))
+        "Identify the galleries by the names of their pictures, in order; an empty line stands between two galleries."
+        galleries = [range(len(self.ids))] if self.galleries is None else self.galleries
+        return _sha256("\n".join(self.ids[j] for j in g) + "\n" * (i + 1 < len(galleries)) for i, g in enumerate(galleries))
 
     @cached_property
     def queries_sha256(self) -> str:
-        "Identify the queries by reference, texts and right answers."
+        "Identify the queries by reference, texts, right answers, subset and gallery."
         def names(js): return None if js is None else [self.ids[j] for j in js]
-        return _sha256(json.dumps([q.id, self.ids[q.reference], q.texts, names(q.targets), q.weights], ensure_ascii=False) for q in self.queries)
+        return _sha256(json.dumps([q.id, self.ids[q.reference], q.texts, names(q.targets), q.weights, names(q.subset), q.gallery], ensure_ascii=False) for q in self.queries)
 
 # %% ../../nbs/data/01_benchmark.ipynb #1ce846d5
 def _check_pictures(b: Benchmark):
@@ -92,6 +93,7 @@ def _check_query(b: Benchmark, i: int, q: Query, held: list[set] | None):
     where, m = f"{b.name} {b.split}, query {q.id or i} ({q.text!r})", len(b.ids)
     wrong = [j for j in (q.reference, *(q.targets or ()), *q.subset) if not 0 <= j < m]
     if wrong: raise ValueError(f"{where}: index {wrong[0]} is outside the {m} pictures")
+    if not 0 <= q.gallery < len(b.galleries or [None]): raise ValueError(f"{where}: gallery {q.gallery} of {len(b.galleries or [None])}; count from 0")
     if isinstance(q.kinds, str) or not q.kinds: raise ValueError(f"{where}: kinds is {q.kinds!r}; expected a tuple of names, such as ('all',)")
     if q.targets is None: return
     if not q.targets and q.weights is None: raise ValueError(f"{where}: no targets; a query without a right answer cannot be scored. A hidden label is None")
@@ -99,6 +101,7 @@ def _check_query(b: Benchmark, i: int, q: Query, held: list[set] | None):
     if len(set(q.targets)) < len(q.targets): raise ValueError(f"{where}: a target stands twice")
     if b.exclude_reference and q.reference in q.targets: raise ValueError(f"{where}: the reference is among the targets but is left out of the ranking")
     if held is not None and not held[q.gallery].issuperset(q.targets): raise ValueError(f"{where}: a target is not in gallery {q.gallery}")
+    if q.subset and q.weights is None and not set(q.subset).issuperset(q.targets): raise ValueError(f"{where}: a target is not in its subset, so R_subset could never be reached")
 
 def _sha256(parts) -> str: # of the parts, one a line
     return hashlib.sha256("\n".join(parts).encode("utf-8")).hexdigest()
@@ -127,7 +130,7 @@ def list_complaint(names: Any, n: int, allowed: Collection[str], where: str) -> 
     return f"{twice[0]!r} stands twice" if twice else f"{outside[0]!r} is not in {where}" if outside else None
 
 def write_files(folder: Path, texts: Mapping[str, str]) -> list[Path]: # name -> content; the files
-    "Write all files, or none if one cannot be written."
+    "Write all files under other names, then rename them: a file that cannot be written leaves none behind."
     with tempfile.TemporaryDirectory(dir=folder, prefix=".unfinished-") as inner:
         for name, text in texts.items(): Path(inner, name).write_text(text, encoding="utf-8")
         for name in texts: os.replace(Path(inner, name), folder/name)

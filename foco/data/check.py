@@ -17,10 +17,10 @@ from fastcore.basics import patch
 from PIL import Image
 from tqdm.auto import tqdm
 from .cards import Card, find_annotation, load_card, verify_annotations
-from .circo import GALLERY_LIST, load_circo, read_gallery
+from .circo import GALLERY_LIST, circo_folders, load_circo, read_gallery
 from .cirr import read_cirr
 from .fashioniq import CATEGORIES, read_category
-from .genecis import TASKS, read_task
+from .genecis import TASKS, genecis_base, genecis_folders, read_task
 from .pictures import check_picture, picture_files
 
 # %% ../../nbs/data/10_check.ipynb #c4c403fb
@@ -33,27 +33,26 @@ class Wanted(NamedTuple):
 def _fashioniq(card: Card, root: Path, split: str) -> Wanted:
     read, n = {c: read_category(card, root, c, split) for c in CATEGORIES}, card.counts
     names = dict.fromkeys(name for r in read.values() for name in r.names)
-    counts = {f"{c} queries": (len(r.records), n["queries"][c][split]) for c, r in read.items()} | {f"{c} gallery": (len(r.names), n["listed"][c][split]) for c, r in read.items()}
-    return Wanted(counts | {"pictures": (len(names), n["pictures"][split])}, dict.fromkeys(names, ""), [root/"images" if (root/"images").is_dir() else root])
+    counts = {f"{c} queries": (len(r.records), n["queries"][c][split]) for c, r in read.items()}
+    counts |= {f"{c} gallery": (len(r.names), n["listed"][c][split]) for c, r in read.items()}
+    counts |= {"pictures": (len(names), n["pictures"][split])}
+    return Wanted(counts, dict.fromkeys(names, ""), [root/"images" if (root/"images").is_dir() else root])
 
 def _cirr(card: Card, root: Path, split: str) -> Wanted:
     records, places = read_cirr(*(find_annotation(card, root, p) for p in _paths("cirr", split)))
-    return Wanted({"queries": (len(records), card.counts["queries"][split]), "pictures": (len(places), card.counts["gallery"][split])}, places, [root])
+    counts = {"queries": (len(records), card.counts["queries"][split]), "pictures": (len(places), card.counts["gallery"][split])}
+    return Wanted(counts, places, [root])
 
 def _circo(card: Card, root: Path, split: str) -> Wanted:
     benchmark, names = load_circo(root, split, pictures=False), read_gallery(find_annotation(card, root, GALLERY_LIST))
     counts = {"queries": (len(benchmark.queries), card.counts["queries"][split]), "pictures": (len(names), card.counts["gallery"])}
-    return Wanted(counts, dict.fromkeys(names.values(), ""), [root/"COCO2017_unlabeled"/"unlabeled2017", root/"unlabeled2017"])
-
-def _base(benchmark: str, root: Path) -> Path: # ToyWorld's GeneCIS has folders val and test
-    return root/"test" if benchmark == "genecis" and (root/"test"/"genecis").is_dir() else root
+    return Wanted(counts, dict.fromkeys(names.values(), ""), circo_folders(root))
 
 def _genecis(card: Card, root: Path, task: str) -> Wanted:
-    pool, base = {}, _base("genecis", root)
-    queries, names = read_task(find_annotation(card, base, f"genecis/{task}.json"), task, pool, []), dict.fromkeys(name for name, _ in pool)
-    folders = ("VG_100K_all", "VG_100K", "VG_100K_2") if task.endswith("attribute") else ("coco2017/val2017", "val2017")
+    pool, file = {}, find_annotation(card, genecis_base(root), f"genecis/{task}.json")
+    queries, names = read_task(file, task, pool, []), dict.fromkeys(name for name, _ in pool)
     counts = {"queries": (len(queries), card.counts["queries"][task]), "pictures": (len(names), card.counts["pictures"][task])}
-    return Wanted(counts, dict.fromkeys(names, ""), [b/f for b in dict.fromkeys([base, root]) for f in folders])
+    return Wanted(counts, dict.fromkeys(names, ""), genecis_folders(root, task))
 
 # %% ../../nbs/data/10_check.ipynb #45ac1d5d
 _READ: dict[str, Callable[[Card, Path, str], Wanted]] = {"fashioniq": _fashioniq, "cirr": _cirr, "circo": _circo, "genecis": _genecis}
@@ -61,13 +60,17 @@ _SPLITS = {"fashioniq": ("train", "val", "test"), "cirr": ("val", "test1"), "cir
 
 def _paths(benchmark: str, split: str) -> list[str]: # in the official tree
     "Name the annotation files of a split."
-    if benchmark == "fashioniq": return [p for c in CATEGORIES for p in (f"captions/cap.{c}.{split}.json", f"image_splits/split.{c}.{split}.json")]
-    return {"cirr": [f"cirr/captions/cap.rc2.{split}.json", f"cirr/image_splits/split.rc2.{split}.json"], "circo": [f"annotations/{split}.json", GALLERY_LIST],
-            "genecis": [f"genecis/{split}.json"]}[benchmark]
+    if benchmark == "fashioniq":
+        return [p for c in CATEGORIES for p in (f"captions/cap.{c}.{split}.json", f"image_splits/split.{c}.{split}.json")]
+    if benchmark == "cirr": return [f"cirr/captions/cap.rc2.{split}.json", f"cirr/image_splits/split.rc2.{split}.json"]
+    return [f"annotations/{split}.json", GALLERY_LIST] if benchmark == "circo" else [f"genecis/{split}.json"]
+
+def _base(benchmark: str, root: Path) -> Path: # of the official tree; ToyWorld's GeneCIS has folders val and test
+    return genecis_base(root) if benchmark == "genecis" else root
 
 # %% ../../nbs/data/10_check.ipynb #0c549559
 def check_quickly(path: str | Path) -> str | None: # None: opens completely
-    "Do what `check_picture` does, with JPEGs decoded at an eighth of their size."
+    "Say why a file doesn't decode to its end, as `check_picture` does, with JPEGs at an eighth of their size."
     try:
         with Image.open(path) as picture:
             if picture.format == "JPEG": picture.draft(None, (1, 1))
@@ -102,8 +105,8 @@ def _open_all(paths: Iterable[Path], workers: int | None, progress: bool) -> dic
     "Open many pictures with a few threads."
     paths = list(dict.fromkeys(paths))
     with ThreadPoolExecutor(workers or os.cpu_count()) as pool:
-        verdicts = list(tqdm(pool.map(check_quickly, paths), total=len(paths), unit="picture", disable=not progress))
-    return {p: v for p, v in zip(paths, verdicts) if v}
+        found = list(tqdm(pool.map(check_quickly, paths), total=len(paths), unit="picture", disable=not progress))
+    return {p: why for p, why in zip(paths, found) if why}
 
 # %% ../../nbs/data/10_check.ipynb #be11e7d6
 @dataclass(frozen=True)
@@ -143,11 +146,14 @@ class Report:
     def complete(self) -> bool: return all(s.whole and (s.official or self.unofficial) for s in self.splits)
 
     def table(self) -> pd.DataFrame: # one row a split
-        "Give the counts of each split."
+        "Give the counts of each split, beside the official ones if those are asked for."
         def queries(s, k): return sum(n[k] for what, n in s.counts.items() if what.endswith("queries"))
-        def files(s): return ", ".join(f"{n} {v}" for v in ("official", "unpinned", "different", "absent") if (n := list(s.annotations.values()).count(v)))
-        return pd.DataFrame([{"split": s.name, "annotations": files(s), "queries": queries(s, 0), "expected": queries(s, 1), "pictures": len(s.needed), "here": s.here,
-                              "missing": len(s.missing), "broken": len(s.broken), "two files": len(s.twice)} for s in self.splits]).set_index("split")
+        def files(s): # such as "5 official, 1 absent"
+            found = ["here" if self.unofficial and v != "absent" else v for v in s.annotations.values()]
+            return ", ".join(f"{n} {v}" for v in ("official", "unpinned", "different", "here", "absent") if (n := found.count(v)))
+        rows = [{"split": s.name, "annotations": files(s), "queries": queries(s, 0), "expected": queries(s, 1), "pictures": len(s.needed),
+                 "here": s.here, "missing": len(s.missing), "broken": len(s.broken), "two files": len(s.twice)} for s in self.splits]
+        return pd.DataFrame(rows).drop(columns=["expected"] * self.unofficial).set_index("split")
 
 # %% ../../nbs/data/10_check.ipynb #b69587d9
 def _some(names: Iterable[str], n: int = 5, between: str = ", ") -> str:
@@ -156,11 +162,12 @@ def _some(names: Iterable[str], n: int = 5, between: str = ", ") -> str:
 
 def _complaints(split: Split, unofficial: bool) -> Iterator[str]:
     "Say what is wrong with a split, one thing a line."
-    wrong = {p: s for p, s in split.annotations.items() if s == "absent" or (s == "different" and not unofficial)}
-    for what, meaning in (("absent", "annotation files are absent"), ("different", "annotation files are not the official ones (sha256)")):
-        if paths := [p for p, s in wrong.items() if s == what]: yield f"{len(paths)} {meaning}: {_some(paths, 2)}"
+    states = {"absent": "annotation files are absent"} | ({} if unofficial else {"different": "annotation files are not the official ones (sha256)"})
+    for state, meaning in states.items():
+        if paths := [p for p, s in split.annotations.items() if s == state]: yield f"{len(paths)} {meaning}: {_some(paths, 2)}"
     if split.problem: yield split.problem
-    if (counts := [f"{what} {n:,}, not {official:,}" for what, (n, official) in split.counts.items() if n != official]) and not unofficial: yield f"counts are not the official ones: {'; '.join(counts)}"
+    counts = [f"{what} {n:,}, not {official:,}" for what, (n, official) in split.counts.items() if n != official]
+    if counts and not unofficial: yield f"counts are not the official ones: {'; '.join(counts)}"
     if split.missing: yield f"missing ({len(split.missing):,}): {_some(split.missing)}; looked below {', '.join(split.folders)}"
     if split.broken: yield f"can't be opened ({len(split.broken):,}): " + _some((f"{n}: {why}" for n, why in split.broken.items()), 3, "; ")
     if split.twice: yield f"two different files ({len(split.twice):,}): {_some(split.twice.values(), 2, '; ')}"
@@ -169,32 +176,38 @@ def _next(report: Report) -> Iterator[str]:
     "Say what to do, one step a line."
     steps = [s.replace("ROOT", report.root) for s in load_card(report.benchmark).get]
     files, pictures = ("Annotations", "List"), [s for s in report.splits if not s.whole]
-    if report.better_root: yield f"Pass --root {report.better_root}: the annotation files lie in the official tree there."; return
-    if any(s.problem or "absent" in s.annotations.values() or not (s.official or report.unofficial) for s in report.splits): yield from (s for s in steps if s.startswith(files))
+    if report.better_root:
+        yield f"Pass --root {report.better_root}: the annotation files lie in the official tree there."
+        return
+    def wanting(s): return s.problem or "absent" in s.annotations.values() or not (s.official or report.unofficial)
+    if any(map(wanting, report.splits)): yield from (s for s in steps if s.startswith(files))
     if any(s.missing or not s.needed for s in pictures): yield from (s for s in steps if not s.startswith((*files, "Run:")))
     if any(s.broken for s in pictures): yield "Delete the pictures that can't be opened and get them again."
     if any(s.twice for s in pictures): yield "Of two different files for one picture, keep the one that belongs to it."
     yield "Then run this again."
 
+# %% ../../nbs/data/10_check.ipynb #ed18d253
 def _total(report: Report) -> str:
     "Count different pictures over the splits."
-    needed, gone = ({n for s in report.splits for n in names(s)} for names in (lambda s: s.needed, lambda s: {*s.missing, *s.broken, *s.twice}))
+    needed, gone = {n for s in report.splits for n in s.needed}, {n for s in report.splits for n in (*s.missing, *s.broken, *s.twice)}
     listed = sum(n for s in report.splits for what, (n, _) in s.counts.items() if what.endswith("gallery"))
-    several = f" ({listed:,} names in the lists; some products stand in several)" if listed > len(needed) else ""
+    several = f" ({listed:,} names in the lists; some stand in several lists)" if listed > len(needed) else ""
     if not needed: return "No annotation file could be read, so no picture was looked for."
-    if not gone: return f"{len(needed):,} unique ids = complete{several}." if report.complete else f"All {len(needed):,} unique ids that were read have their picture{several}."
-    return f"{len(needed - gone):,} of {len(needed):,} unique ids have their picture{several}."
+    if gone: return f"{len(needed - gone):,} of {len(needed):,} unique ids have their picture{several}."
+    if report.complete: return f"{len(needed):,} unique ids = complete{several}."
+    return f"All {len(needed):,} unique ids that were read have their picture{several}."
 
-# %% ../../nbs/data/10_check.ipynb #0ba1194a
+# %% ../../nbs/data/10_check.ipynb #8eaeec95
 @patch
 def __str__(self: Report) -> str:
-    verdict = "complete" if self.complete else "not complete"
+    verdict, name = "complete" if self.complete else "not complete", load_card(self.benchmark).meta["pretty_name"]
     notes = ["pictures were not opened"] * (not self.opened) + ["official files were not asked for"] * self.unofficial
     table = self.table().reset_index()
-    lines = [f"{load_card(self.benchmark).meta['pretty_name']} in {self.root}: {verdict}" + f" ({'; '.join(notes)})" * bool(notes), "",
-             *table.to_string(index=False, formatters={c: "{:,}".format for c in table.columns[2:]}).splitlines(), "",
-             *(f"{s.name}: {c}" for s in self.splits for c in _complaints(s, self.unofficial)), _total(self)]
-    return "\n".join(lines + ["", "What to do", *(f"{i}. {step}" for i, step in enumerate(_next(self), 1))] * (not self.complete))
+    shown = table.to_string(index=False, formatters={c: "{:,}".format for c in table.columns[2:]})
+    complaints = [f"{s.name}: {c}" for s in self.splits for c in _complaints(s, self.unofficial)]
+    steps = [] if self.complete else ["", "What to do", *(f"{i}. {step}" for i, step in enumerate(_next(self), 1))]
+    first = f"{name} in {self.root}: {verdict}" + f" ({'; '.join(notes)})" * bool(notes)
+    return "\n".join([first, "", *shown.splitlines(), "", *complaints, _total(self), *steps])
 
 @patch
 def to_dict(self: Report) -> dict: # JSON
@@ -231,21 +244,21 @@ def _judge(split: Split, fates: dict[str, tuple[Path | None, str]], bad: dict[Pa
     "Sort the pictures of a split by their fates."
     why = {n: problem or bad.get(path, "") for n, (path, problem) in fates.items()}
     twice = {n: w.removeprefix(_TWICE) for n, w in why.items() if w.startswith(_TWICE)}
-    return replace(split, missing=tuple(n for n, w in why.items() if w == "missing"), twice=twice, broken={n: w for n, w in why.items() if w not in ("", "missing") and n not in twice})
+    broken = {n: w for n, w in why.items() if w not in ("", "missing") and n not in twice}
+    return replace(split, missing=tuple(n for n, w in why.items() if w == "missing"), twice=twice, broken=broken)
 
 # %% ../../nbs/data/10_check.ipynb #3cc3f387
 def _chosen(benchmark: str, root: Path, splits: str | Sequence[str] | None) -> tuple[str, ...]:
     "Resolve and check what was asked for; raises ValueError."
     if benchmark not in _SPLITS: raise ValueError(f"unknown benchmark {benchmark!r}; expected one of {', '.join(_SPLITS)}")
-    if not root.is_dir(): raise ValueError(f"no such folder: {root}; pass the folder that holds\n{load_card(benchmark).layout}")
-    known = _SPLITS[benchmark]
+    card, known = load_card(benchmark), _SPLITS[benchmark]
+    if not root.is_dir(): raise ValueError(f"no such folder: {root}; pass the folder that holds\n{card.layout}")
     if benchmark == "genecis" and splits in ("test", ["test"], ("test",)): splits = known
-    if splits is None: # training data only where there is some
-        card = load_card(benchmark)
-        return tuple(s for s in known if s != "train" or set(_annotation_states(card, root, _paths(benchmark, s)).values()) != {"absent"})
+    def is_here(s): return set(_annotation_states(card, root, _paths(benchmark, s)).values()) != {"absent"}
+    if splits is None: return tuple(s for s in known if s != "train" or is_here(s))        # training data only where there is some
     splits = (splits,) if isinstance(splits, str) else tuple(dict.fromkeys(splits))
-    wrong = [s for s in splits if s not in known]
-    if wrong or not splits: raise ValueError(f"unknown split {', '.join(map(repr, wrong)) or '(none)'} of {benchmark}; expected some of {', '.join(known)}")
+    wrong = ", ".join(repr(s) for s in splits if s not in known) or "(none)" * (not splits)
+    if wrong: raise ValueError(f"unknown split {wrong} of {benchmark}; expected some of {', '.join(known)}")
     return splits
 
 # %% ../../nbs/data/10_check.ipynb #d8b4efb8
@@ -264,13 +277,15 @@ def check_data(benchmark: str,                              # "fashioniq" | "cir
     chosen = [{} if w is None else {n: _one_of(fs) for n, fs in _files(w, root).items()} for _, w in read]
     bad = _open_all([p for c in chosen for p, _ in c.values() if p], workers, progress) if open_pictures else {}
     done = tuple(_judge(split, fates, bad) for (split, _), fates in zip(read, chosen))
-    near = "" if all(s.whole for s in done) else _better_root(_base(benchmark, root), [p for n in names for p in _paths(benchmark, n)])
+    paths = [p for n in names for p in _paths(benchmark, n)]
+    near = "" if all(s.whole for s in done) else _better_root(_base(benchmark, root), paths)
     return Report(benchmark, str(root), done, open_pictures, unofficial, near)
 
 # %% ../../nbs/data/10_check.ipynb #6e4f650d
 def main(argv: Sequence[str] | None = None) -> int: # 0 complete, 1 not complete; a wrong question exits with 2
     "Run foco_check_data."
-    parser = argparse.ArgumentParser(prog="foco_check_data", description="Say what of a benchmark is here, what is missing or broken, and what to do next.")
+    about = "Say what of a benchmark is here, what is missing or broken, and what to do next."
+    parser = argparse.ArgumentParser(prog="foco_check_data", description=about)
     parser.add_argument("benchmark", choices=list(_SPLITS))
     parser.add_argument("--root", required=True, help="folder that holds the official tree")
     parser.add_argument("--split", nargs="+", help="splits to check (GeneCIS: tasks); without it, all")

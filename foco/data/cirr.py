@@ -12,19 +12,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from .benchmark import Benchmark, Lists, Query, list_complaint, write_files
-from .cards import check_choice, find_annotation, is_official, load_card, read_annotation
+from .cards import check_choice, find_annotation, is_official, load_card, read_annotation, variant
 from .pictures import PREPROCESS, Pictures, attach_pictures, find_pictures
 
-# %% ../../nbs/data/07_cirr.ipynb #88d51b71
+# %% ../../nbs/data/07_cirr.ipynb #e55a9400
 TARGETS = ("hard", "soft")
 
-def right_answers(record: dict, targets: str = "hard") -> tuple[list[str], tuple[float, ...] | None]: # names, and what each is worth; None: 1
-    "List the right answers of a record, without its reference."
+def right_answers(record: dict,
+                  targets: str = "hard" # "hard" | "soft"
+                 ) -> tuple[list[str], tuple[float, ...] | None]: # names, and what each is worth; None: 1
+    "List the right answers of a record, without its reference; there may be no soft one."
     check_choice("targets", targets, TARGETS)
     if targets == "hard": return [record["target_hard"]], None
-    soft = {name: float(w) for name, w in record["target_soft"].items() if name != record["reference"]}
-    kept = {name: w for name, w in soft.items() if w > 0} or soft
-    return list(kept), tuple(kept.values())
+    soft = {name: float(w) for name, w in record["target_soft"].items() if w > 0 and name != record["reference"]}
+    return list(soft), tuple(soft.values())
 
 # %% ../../nbs/data/07_cirr.ipynb #1091ec5c
 def _target_complaint(record: dict, names: Mapping[str, str], targets: str) -> str | None:
@@ -35,19 +36,26 @@ def _target_complaint(record: dict, names: Mapping[str, str], targets: str) -> s
     if targets == "hard": return None
     if not isinstance(soft, dict) or not soft: return f"target_soft is {soft!r}, expected an object with a weight for each name"
     for name, w in soft.items():
-        if name not in names or not isinstance(w, (int, float)): return f"target_soft has {name!r}: {w!r}, expected a picture of the split file and a number"
+        if name not in names or not isinstance(w, (int, float)):
+            return f"target_soft has {name!r}: {w!r}, expected a picture of the split file and a number"
+    return None
+
+def _group_complaint(group: Any, reference: str, names: Mapping[str, str]) -> str | None:
+    members = group.get("members") if isinstance(group, dict) else None
+    if not isinstance(members, list) or not all(isinstance(m, str) and m in names for m in members):
+        return f"img_set.members is {members!r}, expected pictures of the split file"
+    if len(set(members)) < len(members) or reference not in members:
+        return f"img_set.members is {members!r}, expected different pictures, the reference {reference!r} among them"
     return None
 
 def _complaint(record: Any, names: Mapping[str, str], targets: str) -> str | None:
     "Say what is wrong with a record."
     if not isinstance(record, dict): return f"found {str(record)[:60]!r}, expected an object with pairid, reference, caption and img_set"
-    pair, reference, group = record.get("pairid"), record.get("reference"), record.get("img_set")
+    pair, reference, caption = record.get("pairid"), record.get("reference"), record.get("caption")
     if isinstance(pair, bool) or not isinstance(pair, (int, str)): return f"pairid is {pair!r}, expected a number"
     if not isinstance(reference, str) or reference not in names: return f"reference is {reference!r}, expected a picture of the split file"
-    if not isinstance(record.get("caption"), str): return f"caption is {record.get('caption')!r}, expected text"
-    members = group.get("members") if isinstance(group, dict) else None
-    if not isinstance(members, list) or not all(isinstance(m, str) and m in names for m in members): return f"img_set.members is {members!r}, expected pictures of the split file"
-    if len(set(members)) < len(members) or reference not in members: return f"img_set.members is {members!r}, expected different pictures, the reference {reference!r} among them"
+    if not isinstance(caption, str): return f"caption is {caption!r}, expected text"
+    if wrong := _group_complaint(record.get("img_set"), reference, names): return wrong
     return _target_complaint(record, names, targets) if "target_hard" in record or "target_soft" in record else None
 
 # %% ../../nbs/data/07_cirr.ipynb #2fbdb9de
@@ -62,52 +70,83 @@ def read_cirr(captions: Path, split_file: Path, targets: str = "hard") -> tuple[
         if str(r["pairid"]) in seen: raise ValueError(f"{captions}, record {i}: pairid {r['pairid']} stands twice")
         seen.add(str(r["pairid"]))
     n = sum("target_hard" in r or "target_soft" in r for r in records)
-    if n not in (0, len(records)): raise ValueError(f"{captions}: {n} of {len(records)} records have targets; expected all of them, or none where labels are hidden")
+    if n not in (0, len(records)):
+        raise ValueError(f"{captions}: {n} of {len(records)} records have targets; expected all of them, or none where labels are hidden")
     return records, names
 
 # %% ../../nbs/data/07_cirr.ipynb #7ac97f13
 LISTED = {"recall": 50, "recall_subset": 3} # metric -> names for each pair
 MAX_BYTES = 5_000_000                       # of one file
 
+def _list_complaint(names: Any, q: Query, benchmark: Benchmark, metric: str, gallery: set[str]) -> str | None:
+    "Say what is wrong with the names listed for a query."
+    reference = benchmark.ids[q.reference]
+    if isinstance(names, list) and reference in names: return f"{reference!r} is the reference itself; leave it out of its own ranking"
+    if metric == "recall": return list_complaint(names, LISTED[metric], gallery, "the gallery (names have no path and no suffix)")
+    return list_complaint(names, LISTED[metric], {benchmark.ids[j] for j in q.subset}, "the pair's img_set.members")
+
 def check_cirr_submission(payload: Any, benchmark: Benchmark):
     "Raise ValueError if the server would not take `payload`, which is a file of the metric that it names."
     metric = payload.get("metric") if isinstance(payload, dict) else None
     where = f"CIRR {benchmark.split}, metric {metric!r}"
-    if benchmark.missing: raise ValueError(f"{where}: {benchmark.missing['queries'][0]} of {benchmark.missing['queries'][1]} queries are here; a submission needs all of them")
+    if benchmark.missing:
+        here, of = benchmark.missing["queries"]
+        raise ValueError(f"{where}: {here} of {of} queries are here; a submission needs all of them")
     if metric not in tuple(LISTED): raise ValueError(f"{where}: expected a JSON object with metric 'recall' or 'recall_subset'")
     if payload.get("version") != "rc2": raise ValueError(f"{where}: version is {payload.get('version')!r}, expected 'rc2'")
     asked, gallery = {q.id: q for q in benchmark.queries}, set(benchmark.ids)
-    for what, pairs in (("missing", [p for p in asked if p not in payload]), ("unknown", [p for p in payload if p not in asked and p not in ("version", "metric")])):
-        if pairs: raise ValueError(f"{where}: {len(pairs)} pairs are {what}, first {pairs[0]!r}; expected the {len(asked)} pairs of the split, each as text")
+    unknown = [p for p in payload if p not in asked and p not in ("version", "metric")]
+    for what, pairs in (("missing", [p for p in asked if p not in payload]), ("unknown", unknown)):
+        if pairs:
+            raise ValueError(f"{where}: {len(pairs)} pairs are {what}, first {pairs[0]!r}; expected the {len(asked)} pairs of the split, each as text")
     for pair, q in asked.items():
-        if isinstance(payload[pair], list) and benchmark.ids[q.reference] in payload[pair]: raise ValueError(f"{where}, pair {pair}: {benchmark.ids[q.reference]!r} is the reference itself; leave it out of its own ranking")
-        allowed, place = (gallery, "the gallery (names have no path and no suffix)") if metric == "recall" else ({benchmark.ids[j] for j in q.subset}, "the pair's img_set.members")
-        if wrong := list_complaint(payload[pair], LISTED[metric], allowed, place): raise ValueError(f"{where}, pair {pair}: {wrong}")
+        if wrong := _list_complaint(payload[pair], q, benchmark, metric, gallery): raise ValueError(f"{where}, pair {pair}: {wrong}")
     if (n := len(json.dumps(payload).encode("utf-8"))) > MAX_BYTES: raise ValueError(f"{where}: {n:,} bytes, expected at most {MAX_BYTES:,}")
 
+# %% ../../nbs/data/07_cirr.ipynb #b09481cb
 def _write_server_files(benchmark: Benchmark, lists: Lists, folder: Path) -> list[Path]:
     texts = {}
     for metric, ranked in (("recall", lists.top), ("recall_subset", lists.subset)):
-        payload = {"version": "rc2", "metric": metric, **{q.id: [benchmark.ids[j] for j in best[:LISTED[metric]]] for q, best in zip(benchmark.queries, ranked)}}
+        named = {q.id: [benchmark.ids[j] for j in best[:LISTED[metric]]] for q, best in zip(benchmark.queries, ranked)}
+        payload = {"version": "rc2", "metric": metric, **named}
         check_cirr_submission(payload, benchmark)
         texts[f"{benchmark.split}_pred_ranks_{metric}.json"] = json.dumps(payload)
     return write_files(folder, texts)
 
-# %% ../../nbs/data/07_cirr.ipynb #baa57bef
-def find_cirr_pictures(root: str | Path, places: Mapping[str, str]) -> tuple[dict[str, Path], list[str]]: # name -> path below the root; found, missing
+# %% ../../nbs/data/07_cirr.ipynb #484b5a18
+def find_cirr_pictures(root: str | Path,
+                       places: Mapping[str, str] # name -> path below the root
+                      ) -> tuple[dict[str, Path], list[str]]: # found, missing
     "Find pictures where the split file says, else by name anywhere below `root`."
     found = {name: Path(root, place) for name, place in places.items() if Path(root, place).is_file() and Path(root, place).stat().st_size}
     elsewhere, missing = find_pictures([root], set(places) - set(found)) if len(found) < len(places) else ({}, [])
     return {**found, **elsewhere}, missing
 
 def _metrics(targets: str) -> tuple[str, ...]:
-    return tuple(f"R@{k}" for k in ((1, 5, 10, 50) if targets == "hard" else (1, 2, 5, 10, 50, 100))) + tuple(f"R_subset@{k}" for k in (1, 2, 3))
+    ks = (1, 5, 10, 50) if targets == "hard" else (1, 2, 5, 10, 50, 100)
+    return (*(f"R@{k}" for k in ks), *(f"R_subset@{k}" for k in (1, 2, 3)))
 
 def _query(record: dict, index: Mapping[str, int], targets: str) -> Query:
     hidden = "target_hard" not in record and "target_soft" not in record
     names, weights = ([], None) if hidden else right_answers(record, targets)
     return Query(index[record["reference"]], record["caption"].strip(), None if hidden else tuple(index[n] for n in names), id=str(record["pairid"]),
                  subset=tuple(index[m] for m in record["img_set"]["members"]), weights=weights)
+
+# %% ../../nbs/data/07_cirr.ipynb #0b9d1331
+def _annotations(root: Path, split: str, targets: str) -> tuple[Benchmark, dict[str, str]]: # without pictures; name -> path below the root
+    card = load_card("cirr")
+    files = {p: find_annotation(card, root, p) for p in (f"cirr/captions/cap.rc2.{split}.json", f"cirr/image_splits/split.rc2.{split}.json")}
+    records, places = read_cirr(*files.values(), targets)
+    index = {name: i for i, name in enumerate(places)}
+    queries = [_query(r, index, targets) for r in records]
+    protocol = {"version": "rc2", "targets": targets, "gallery": f"all pictures of split.rc2.{split}.json",
+                "reference": "left out of the ranking and of the subset", "subset": "img_set.members",
+                "ties": "count against the target", "blank_captions": sum(not q.text for q in queries)}
+    benchmark = Benchmark("CIRR", split, Pictures([None] * len(places)), list(places), queries, exclude_reference=True, protocol=protocol,
+                          metrics=_metrics(targets), averages={"Avg": ("R@5", "R_subset@1")},
+                          data="official" if is_official(card, files) else "unofficial",
+                          submission=_write_server_files if split == "test1" else None)
+    return benchmark, places
 
 # %% ../../nbs/data/07_cirr.ipynb #eaf7c4f0
 def load_cirr(root: str | Path,             # holds cirr/captions, cirr/image_splits, dev and test1
@@ -118,17 +157,13 @@ def load_cirr(root: str | Path,             # holds cirr/captions, cirr/image_sp
               pictures: bool = True         # False: annotations only
              ) -> Benchmark:
     "Read CIRR: one gallery, the reference left out of its own ranking, and a subset of look-alikes for each query."
-    for what, value, known in (("split", split, ("val", "test1")), ("targets", targets, TARGETS), ("preprocess", preprocess, PREPROCESS)): check_choice(what, value, known)
-    card, root = load_card("cirr"), Path(root)
-    files = {p: find_annotation(card, root, p) for p in (f"cirr/captions/cap.rc2.{split}.json", f"cirr/image_splits/split.rc2.{split}.json")}
-    records, places = read_cirr(*files.values(), targets)
-    index = {name: i for i, name in enumerate(places)}
-    queries = [_query(r, index, targets) for r in records]
-    protocol = {"version": "rc2", "targets": targets, "gallery": f"all pictures of split.rc2.{split}.json", "reference": "left out of the ranking and of the subset",
-                "subset": "img_set.members", "ties": "count against the target", "blank_captions": sum(not q.text for q in queries)}
-    benchmark = Benchmark("CIRR", split, Pictures([None] * len(places)), list(places), queries, exclude_reference=True, protocol=protocol, metrics=_metrics(targets),
-                          averages={"Avg": ("R@5", "R_subset@1")}, data="official" if is_official(card, files) else "unofficial", submission=_write_server_files if split == "test1" else None)
+    choices = {"split": (split, ("val", "test1")), "targets": (targets, TARGETS), "preprocess": (preprocess, PREPROCESS)}
+    for what, (value, known) in choices.items(): check_choice(what, value, known)
+    root = Path(root)
+    benchmark, places = _annotations(root, split, targets)
+    benchmark.protocol["variant"] = variant(load_cirr, targets=targets, preprocess=preprocess)
     if not pictures: return benchmark
     found, missing = find_cirr_pictures(root, places)
     beside = any((root.parent/places[name]).is_file() for name in missing[:1])
-    return attach_pictures(benchmark, found, preprocess, allow_missing, f"Looked below {root}; " + (f"they lie beside it, so pass {root.parent}." if beside else f"foco_check_data cirr --root {root} lists them and says how to get them."))
+    fix = f"they lie beside it, so pass {root.parent}." if beside else f"foco_check_data cirr --root {root} lists them and says how to get them."
+    return attach_pictures(benchmark, found, preprocess, allow_missing, f"Looked below {root}; {fix}")

@@ -15,14 +15,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 import numpy as np
 from .benchmark import Benchmark, Lists, Query, list_complaint, write_files
-from .cards import Card, check_choice, find_annotation, is_official, load_card, read_annotation
+from .cards import Card, check_choice, find_annotation, is_official, load_card, read_annotation, variant
 from .pictures import PREPROCESS, Pictures, attach_pictures, find_pictures
 
 # %% ../../nbs/data/06_fashioniq.ipynb #d61bb4a4
 JOINS = ("both_orders_averaged", "c1_and_c2", "c2_and_c1")
 STRIP = ".?, " # characters removed from both ends of a caption
 
-def join_captions(captions: Sequence[str], join: str = "both_orders_averaged") -> tuple[str, ...]: # one text, or two of which the features are averaged
+def join_captions(captions: Sequence[str],
+                  join: str = "both_orders_averaged"    # see `JOINS`
+                 ) -> tuple[str, ...]:                  # one text, or two of which the features are averaged
     "Make one text of the captions of a query, or two."
     check_choice("join", join, JOINS)
     parts = [p for p in (c.strip(STRIP) for c in captions) if p]
@@ -45,8 +47,8 @@ def _complaint(record: Any, names: set[str]) -> str | None:
         if not isinstance(record.get(key), str): return f"{key} is {record.get(key)!r}, expected the id of a picture"
         if record[key] not in names: return f"{key} {record[key]!r} is not in the gallery"
     captions = record.get("captions")
-    if not (isinstance(captions, list) and len(captions) == 2 and all(isinstance(c, str) for c in captions)): return f"captions are {captions!r}, expected a list of two texts"
-    return None
+    fine = isinstance(captions, list) and len(captions) == 2 and all(isinstance(c, str) for c in captions)
+    return None if fine else f"captions are {captions!r}, expected a list of two texts"
 
 # %% ../../nbs/data/06_fashioniq.ipynb #c0a479ff
 def read_category(card: Card, root: str | Path, category: str, split: str) -> Category:
@@ -62,7 +64,8 @@ def read_category(card: Card, root: str | Path, category: str, split: str) -> Ca
     for i, r in enumerate(records):
         if wrong := _complaint(r, known): raise ValueError(f"{cap}, record {i}: {wrong}")
     labelled = sum("target" in r for r in records)
-    if labelled not in (0, len(records)): raise ValueError(f"{cap}: {labelled} of {len(records)} records have a target; expected all of them, or none where labels are hidden")
+    if labelled not in (0, len(records)):
+        raise ValueError(f"{cap}: {labelled} of {len(records)} records have a target; expected all of them, or none where labels are hidden")
     return Category(records, names, files)
 
 # %% ../../nbs/data/06_fashioniq.ipynb #444a26be
@@ -70,15 +73,20 @@ def check_fashioniq_submission(payload: Any,            # what the file of a cat
                                benchmark: Benchmark, category: str):
     "Raise ValueError if `payload` is not the caption file's list with 50 different ids of the gallery in every record."
     where, asked = f"FashionIQ {benchmark.split} {category}", [q for q in benchmark.queries if category in q.kinds]
-    if benchmark.missing: raise ValueError(f"{where}: {benchmark.missing['queries'][0]} of {benchmark.missing['queries'][1]} queries are here; a submission needs all of them")
+    if benchmark.missing:
+        here, of = benchmark.missing["queries"]
+        raise ValueError(f"{where}: {here} of {of} queries are here; a submission needs all of them")
     if not asked: raise ValueError(f"{where}: the benchmark has no such category")
     if not isinstance(payload, list) or len(payload) != len(asked):
-        raise ValueError(f"{where}: found {f'{len(payload)} records' if isinstance(payload, list) else repr(payload)[:60]}, expected a list of {len(asked)}, one for each record of the caption file, in its order")
+        found = f"{len(payload)} records" if isinstance(payload, list) else repr(payload)[:60]
+        raise ValueError(f"{where}: found {found}, expected a list of {len(asked)}, one for each record of the caption file, in its order")
     gallery = {benchmark.ids[j] for j in benchmark.galleries[asked[0].gallery]}
     for i, (record, q) in enumerate(zip(payload, asked)):
         if wrong := _complaint(record, gallery): raise ValueError(f"{where}, record {i}: {wrong}")
-        same = record["candidate"] == benchmark.ids[q.reference] and q.text in join_captions(record["captions"])
-        if not same: raise ValueError(f"{where}, record {i}: it asks about {record['candidate']!r}, expected {benchmark.ids[q.reference]!r} with {q.text!r}; a query is missing, extra, repeated or out of order")
+        reference = benchmark.ids[q.reference]
+        if record["candidate"] != reference or q.text not in join_captions(record["captions"]):
+            raise ValueError(f"{where}, record {i}: it asks about {record['candidate']!r}, expected {reference!r} with {q.text!r}; "
+                             "a query is missing, extra, repeated or out of order")
         if wrong := list_complaint(record.get("ranking"), 50, gallery, "the gallery"): raise ValueError(f"{where}, record {i}: ranking: {wrong}")
 
 # %% ../../nbs/data/06_fashioniq.ipynb #8f6ec5a2
@@ -97,15 +105,24 @@ GALLERIES = ("original", "val_union")
 def _gallery(read: Category, gallery: str) -> list[str]:
     "List the ids that compete in a category."
     if gallery == "original": return read.names
-    if "target" not in read.records[0]: raise ValueError("gallery 'val_union' is made of references and targets, and the targets of this split are hidden; use 'original'")
+    if "target" not in read.records[0]:
+        raise ValueError("gallery 'val_union' is made of references and targets, and the targets of this split are hidden; use 'original'")
     return sorted({r[key] for r in read.records for key in ("candidate", "target")})
 
 def _queries(category: str, place: int, records: Sequence[dict], index: Mapping[str, int], join: str) -> Iterable[Query]:
     "Make a query of each record of the category, which is number `place`."
     for i, r in enumerate(records):
         text, *also = join_captions(r["captions"], join)
-        yield Query(index[r["candidate"]], text, (index[r["target"]],) if "target" in r else None, (category,), f"{category} {i}", tuple(also), place)
+        targets = (index[r["target"]],) if "target" in r else None
+        yield Query(index[r["candidate"]], text, targets, (category,), f"{category} {i}", tuple(also), place)
 
+def _protocol(read: Mapping[str, Category], gallery: str, join: str) -> dict:
+    "Name the choices that a score depends on."
+    blank = sum(not c.strip(STRIP) for r in read.values() for record in r.records for c in record["captions"])
+    return {"gallery": gallery, "join": join, "strip": STRIP, "blank_captions": blank, "categories": list(read),
+            "reference": "stays in the gallery", "ties": "count against the target", "average": "mean over categories"}
+
+# %% ../../nbs/data/06_fashioniq.ipynb #4b15d141
 def _annotations(card: Card, read: Mapping[str, Category], split: str, gallery: str, join: str) -> Benchmark:
     "Make the benchmark without its pictures."
     labelled = {c: "target" in r.records[0] for c, r in read.items()}
@@ -113,13 +130,13 @@ def _annotations(card: Card, read: Mapping[str, Category], split: str, gallery: 
     names = {c: _gallery(r, gallery) for c, r in read.items()}
     ids = list(dict.fromkeys(n for c in read for n in names[c]))
     index = {n: i for i, n in enumerate(ids)}
-    protocol = {"gallery": gallery, "join": join, "strip": STRIP, "blank_captions": sum(not c.strip(STRIP) for r in read.values() for x in r.records for c in x["captions"]),
-                "categories": list(read), "reference": "stays in the gallery", "ties": "count against the target", "average": "mean over categories"}
-    return Benchmark("FashionIQ", split, Pictures([None] * len(ids)), ids, [q for k, (c, r) in enumerate(read.items()) for q in _queries(c, k, r.records, index, join)],
-                     exclude_reference=False, protocol=protocol, metrics=("R@1", "R@5", "R@10", "R@50"), averages={"Avg": ("R@10", "R@50")}, macro=True,
+    queries = [q for k, (c, r) in enumerate(read.items()) for q in _queries(c, k, r.records, index, join)]
+    official = is_official(card, {p: f for r in read.values() for p, f in r.files.items()})
+    write = partial(_write_challenge, records={c: r.records for c, r in read.items()}) if split == "test" else None
+    return Benchmark("FashionIQ", split, Pictures([None] * len(ids)), ids, queries, exclude_reference=False, protocol=_protocol(read, gallery, join),
+                     metrics=("R@1", "R@5", "R@10", "R@50"), averages={"Avg": ("R@10", "R@50")}, macro=True,
                      galleries=[np.array([index[n] for n in names[c]]) for c in read],
-                     data="official" if is_official(card, {p: f for r in read.values() for p, f in r.files.items()}) else "unofficial",
-                     submission=partial(_write_challenge, records={c: r.records for c, r in read.items()}) if split == "test" else None)
+                     data="official" if official else "unofficial", submission=write)
 
 # %% ../../nbs/data/06_fashioniq.ipynb #aeb4b35b
 def load_fashioniq(root: str | Path,                    # holds captions/, image_splits/ and images/
@@ -133,13 +150,16 @@ def load_fashioniq(root: str | Path,                    # holds captions/, image
                   ) -> Benchmark:
     "Read FashionIQ: one gallery for each category, scores averaged over categories."
     categories = (categories,) if isinstance(categories, str) else tuple(dict.fromkeys(categories))
-    for what, value, known in (("split", split, ("val", "test")), ("gallery", gallery, GALLERIES), ("join", join, JOINS), ("preprocess", preprocess, PREPROCESS)): check_choice(what, value, known)
+    choices = {"split": (split, ("val", "test")), "gallery": (gallery, GALLERIES), "join": (join, JOINS), "preprocess": (preprocess, PREPROCESS)}
+    for what, (value, known) in choices.items(): check_choice(what, value, known)
     if not categories: raise ValueError(f"no categories; expected some of {', '.join(CATEGORIES)}")
     card, root = load_card("fashioniq"), Path(root)
     benchmark = _annotations(card, {c: read_category(card, root, c, split) for c in categories}, split, gallery, join)
     if pictures:
         folder = root/"images" if (root/"images").is_dir() else root
         found, _ = find_pictures([folder], benchmark.ids)
-        benchmark = attach_pictures(benchmark, found, preprocess, allow_missing, f"Looked below {folder}; foco_check_data fashioniq --root {root} lists them and says how to get them.")
+        fix = f"Looked below {folder}; foco_check_data fashioniq --root {root} lists them and says how to get them."
+        benchmark = attach_pictures(benchmark, found, preprocess, allow_missing, fix)
     sizes = {q.kinds[0]: len(benchmark.galleries[q.gallery]) for q in benchmark.queries}
-    return replace(benchmark, protocol={**benchmark.protocol, "gallery_sizes": sizes})
+    chosen = variant(load_fashioniq, gallery=gallery, join=join, categories=categories, preprocess=preprocess)
+    return replace(benchmark, protocol={"variant": chosen, **benchmark.protocol, "gallery_sizes": sizes})

@@ -42,8 +42,9 @@ def cache_key(backbone: Backbone,
              ) -> dict:         # JSON
     "Say all that features depend on."
     identity = {k: v for k, v in backbone.identity.items() if patches or k != "patch_layer"}
-    return {"format": FORMAT, "foco": foco.__version__, "code": _code_sha256(crop), "backbone": identity, "computed_in": str(backbone.dtype).removeprefix("torch."),
-            "dtype": dtype, "patches": patches, "n": len(manifest), "pictures": _sha256(manifest)}
+    return {"format": FORMAT, "foco": foco.__version__, "code": _code_sha256(crop), "backbone": identity,
+            "computed_in": str(backbone.dtype).removeprefix("torch."), "dtype": dtype, "patches": patches,
+            "n": len(manifest), "pictures": _sha256(manifest)}
 
 # %% ../../nbs/data/05_features.ipynb #f20111d3
 def _batches(backbone: Backbone, pictures: Sequence, size: int) -> Iterator[torch.Tensor]: # (b, 3, H, W)
@@ -53,7 +54,8 @@ def _batches(backbone: Backbone, pictures: Sequence, size: int) -> Iterator[torc
         except (OSError, ValueError, TypeError) as error:
             kind = next(k for k in (OSError, ValueError, TypeError) if isinstance(error, k))
             raise kind(f"picture {i} of {len(pictures)}: {error}") from error
-    ahead, pool = deque(), ThreadPoolExecutor(os.cpu_count() if hasattr(pictures, "manifest") else 1)   # only files are known to be safe to read from threads
+    threads = os.cpu_count() if hasattr(pictures, "manifest") else 1    # only files are known to be safe to read from threads
+    ahead, pool = deque(), ThreadPoolExecutor(threads)
     try:
         for start in range(0, len(pictures), size):
             ahead.append([pool.submit(pixels, i) for i in range(start, min(start + size, len(pictures)))])
@@ -61,13 +63,15 @@ def _batches(backbone: Backbone, pictures: Sequence, size: int) -> Iterator[torc
         while ahead: yield torch.stack([f.result() for f in ahead.popleft()])
     finally: pool.shutdown(cancel_futures=True)
 
-def _encode(backbone: Backbone, pictures: Sequence, patches: bool, dtype: str, batch_size: int | None, progress: bool) -> Iterator[tuple[np.ndarray, ...]]:
+def _encode(backbone: Backbone, pictures: Sequence, patches: bool, dtype: str, batch_size: int | None, progress: bool
+           ) -> Iterator[tuple[np.ndarray, ...]]:
     "Give (b, D) global features of batch after batch, with (b, P, D) patches if they are wanted."
     size = batch_size or (64 if backbone.device.type == "cpu" else 256)
     with tqdm(total=len(pictures), unit="picture", disable=not progress) as bar:
         for pixels in _batches(backbone, pictures, size):
             features = backbone.encode_images(pixels)
-            yield tuple(x.cpu().numpy().astype(dtype) for x in ((features.global_, features.patches) if patches else (features.global_,)))
+            wanted = (features.global_, features.patches) if patches else (features.global_,)
+            yield tuple(x.cpu().numpy().astype(dtype) for x in wanted)
             bar.update(len(pixels))
 
 # %% ../../nbs/data/05_features.ipynb #45305e48
@@ -112,11 +116,17 @@ def _publish(done: Path, entry: Path, key: dict, shapes: dict[str, tuple]):
     except OSError:
         if _read_entry(entry, key, shapes) is None: raise
 
+def _check_space(folder: Path, key: dict, shapes: dict[str, tuple]):
+    need, free = sum(int(np.prod(s)) for s in shapes.values()) * np.dtype(key["dtype"]).itemsize, shutil.disk_usage(folder).free
+    if need > free:
+        raise OSError(f"features of {key['n']:,} pictures take {need / 2**30:.1f} GiB, {folder} has {free / 2**30:.1f} GiB free; "
+                      "name another cache, leave patches out, or take dtype='float16'")
+
 def _store(entry: Path, key: dict, shapes: dict[str, tuple], parts: Iterator[tuple[np.ndarray, ...]], unchanged: Callable[[], bool]):
     "Make an entry or nothing; `unchanged()` says whether the pictures are still those of the key."
-    entry.parent.mkdir(parents=True, exist_ok=True); _sweep(entry.parent)
-    need, free = sum(int(np.prod(s)) for s in shapes.values()) * np.dtype(key["dtype"]).itemsize, shutil.disk_usage(entry.parent).free
-    if need > free: raise OSError(f"features of {key['n']:,} pictures take {need / 2**30:.1f} GiB, {entry.parent} has {free / 2**30:.1f} GiB free; name another cache, leave patches out, or take dtype='float16'")
+    entry.parent.mkdir(parents=True, exist_ok=True)
+    _sweep(entry.parent)
+    _check_space(entry.parent, key, shapes)
     with tempfile.TemporaryDirectory(prefix=_TEMPORARY, dir=entry.parent) as room:
         (done := Path(room)/"entry").mkdir()
         _write(done, key, shapes, parts)
@@ -132,12 +142,14 @@ def _in_memory(shapes: dict[str, tuple], dtype: str, parts: Iterator[tuple[np.nd
         at += len(part[0])
     return arrays
 
-def _in_cache(cache: Path, key: dict, shapes: dict[str, tuple], parts: Iterator[tuple[np.ndarray, ...]], unchanged: Callable[[], bool]) -> list[np.ndarray]:
+def _in_cache(cache: Path, key: dict, shapes: dict[str, tuple], parts: Iterator[tuple[np.ndarray, ...]], unchanged: Callable[[], bool]
+             ) -> list[np.ndarray]:
     "Open the entry of a key; make it first if it is not there."
     entry = cache/_sha256(key)[:32]
     if (arrays := _read_entry(entry, key, shapes)) is not None: return arrays
     _store(entry, key, shapes, parts, unchanged)
-    if (arrays := _read_entry(entry, key, shapes)) is None: raise OSError(f"{entry} was removed or changed as soon as it was written; is another program clearing the cache?")
+    if (arrays := _read_entry(entry, key, shapes)) is None:
+        raise OSError(f"{entry} was removed or changed as soon as it was written; is another program clearing the cache?")
     return arrays
 
 # %% ../../nbs/data/05_features.ipynb #7175dd3b

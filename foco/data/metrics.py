@@ -31,12 +31,13 @@ def target_ranks(similarities: torch.Tensor,    # (Q, n)
                  left_out: torch.Tensor | None = None # (Q, 1) column that the protocol leaves out, -1: none
                 ) -> torch.Tensor:              # (Q, T), from 1; inf where there is no target
     "Rank the right answers; wrong pictures that tie stand before them."
-    tie = 4 * torch.finfo(similarities.dtype).eps
+    if similarities.dtype in (torch.float16, torch.bfloat16): similarities = similarities.float()
+    eps = 4 * torch.finfo(similarities.dtype).eps
     best, order = _take(similarities, targets).sort(dim=1, descending=True, stable=True)
     spared = best if left_out is None else torch.cat([best, _take(similarities, left_out)], 1)  # not to be counted as wrong
     ranks = torch.empty_like(best)
     for m in range(best.shape[1]):
-        reach = best[:, m:m + 1] - tie
+        reach = best[:, m:m + 1] - eps * best[:, m:m + 1].abs().clamp(min=1)
         ranks[:, m] = m + 1 + (similarities >= reach).sum(1) - (spared >= reach).sum(1)
     return torch.empty_like(ranks).scatter(1, order, ranks.masked_fill(best.isneginf(), torch.inf))
 
@@ -69,7 +70,8 @@ def _columns(pictures: torch.Tensor, gallery: np.ndarray, n: int) -> torch.Tenso
 def _similarities(composed, gallery, benchmark): # yields query numbers, gallery (n,) or (q, n), similarities (q, n)
     for who, which in _blocks(benchmark):
         h = composed[who]
-        s = h @ gallery[which].T if which.ndim == 1 and len(which) < len(gallery) else h @ gallery.T if which.ndim == 1 else (gallery[which.reshape(-1)].view(*which.shape, -1) * h[:, None]).sum(-1)
+        if which.ndim == 2: s = (gallery[which.reshape(-1)].view(*which.shape, -1) * h[:, None]).sum(-1)
+        else: s = h @ (gallery if benchmark.galleries is None else gallery[which]).T
         if not torch.isfinite(s).all(): raise ValueError(f"similarities of query {who[int((~torch.isfinite(s)).any(1).nonzero()[0])]} are not finite; check the features")
         yield who, which, s
 
