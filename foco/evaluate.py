@@ -117,7 +117,7 @@ class Result:
 
 # %% ../nbs/06_evaluate.ipynb #b4267e8c
 LOADERS = {"fashioniq": load_fashioniq, "cirr": load_cirr, "circo": load_circo, "genecis": load_genecis}
-HEADLINE = {"edits": "mAP@5", "fashioniq": "R@10", "cirr": "R@1", "circo": "mAP@5", "genecis": "R@1"} # the score that papers put first
+HEADLINE = {"edits": "mAP@5", "FashionIQ": "R@10", "CIRR": "R@1", "CIRCO": "mAP@5", "GeneCIS": "R@1"} # the score that papers put first
 
 def open_benchmark(name: str, split: str = "val",
                    root: str | Path | None = None,  # folder of the official files; None: the data source makes its own
@@ -216,7 +216,7 @@ def results_table(results: Sequence[Result], metrics: Sequence[str] | None = Non
     rows = pd.DataFrame([{"split": r.split, "method": name(r), "seed": r.seed, **r.metrics} for r in results])
     free = rows[rows.seed.isna()].drop(columns="seed").drop_duplicates(["split", "method"]).set_index(["split", "method"])
     several = rows[rows.seed.notna()].drop(columns="seed").groupby(["split", "method"])
-    spread = several.mean().map("{:.1f}".format) + " ± " + several.std().map("{:.1f}".format)
+    spread = (several.mean().map("{:.1f}".format) + " ± " + several.std().map("{:.1f}".format)) if len(several) else free.iloc[:0]
     order = rows.groupby(["split", "method"])[list(results[0].metrics)[-1]].mean().sort_values().index
     table = pd.concat([free.map("{:.1f}".format), spread]).loc[[o for split in dict.fromkeys(["val", "test", *rows.split]) for o in order if o[0] == split]]
     return table if metrics is None else table[list(metrics)]

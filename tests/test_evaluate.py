@@ -41,7 +41,7 @@ def test_reference_is_left_out(world):
 
 def test_wrong_number_of_features(world):
     backbone, bench, references, gallery = world
-    with pytest.raises(ValueError, match="5 references where the benchmark has 24"): evaluate(Fixed(None, None), bench, references[:5], gallery, backbone)
+    with pytest.raises(ValueError, match="5 references where edits val has 24"): evaluate(Fixed(None, None), bench, references[:5], gallery, backbone)
 
 
 def test_result_round_trip_and_refusals(world, tmp_path):
@@ -112,7 +112,7 @@ def test_toyworld_in_the_four_formats(world, name, split, folder):
     backbone = world[0]
     bench = open_benchmark(name, split, folder=folder)
     assert bench.data == "toyworld" and not bench.missing and not bench.hidden and len(bench.queries) >= 200
-    references, gallery = encode_benchmark(backbone, bench)
+    references, gallery = encode_benchmark(backbone, bench, cache=folder / "features")      # CIRCO's splits share their gallery
     free = training_free(backbone, feature_stats(references, backbone.encode_texts(["a car"])))
     scores = {c.name: evaluate(c, bench, references, gallery, backbone).result.metrics for c in free[:3]}
     flat = Fixed(torch.ones(len(bench.queries) * 2, 3), torch.ones(len(bench.ids), 3))

@@ -29,12 +29,42 @@ def test_train_notebook_uses_what_it_is_given(tmp_path):
     card = json.loads((tmp_path / "out" / "foco" / "foco.json").read_text(encoding="utf-8"))
     assert card["config"]["seed"] == 3 and card["config"]["tau"] == .07 and card["config"]["batch_size"] == 4 and card["steps"] == [2, 2]
     assert '"tau": 0.07' in printed(notebook) # the effective settings are shown
-    result = json.loads((tmp_path / "out" / "toyworld-val.FoCo.json").read_text(encoding="utf-8"))
+    result = json.loads((tmp_path / "out" / "edits-val.FoCo.json").read_text(encoding="utf-8"))
     assert result["n_queries"] == 6 and result["seed"] == 3 and result["config"]["tau"] == .07 and result["gallery_sha256"]
 
     notebook = run("06_evaluate.ipynb", tmp_path, checkpoint=str(tmp_path / "out" / "foco"), n_per_kind=2, split="test", out=str(tmp_path / "scores"))
-    result = json.loads((tmp_path / "scores" / "toyworld-test.FoCo.json").read_text(encoding="utf-8"))
+    result = json.loads((tmp_path / "scores" / "edits-test.FoCo.json").read_text(encoding="utf-8"))
     assert result["n_queries"] == 12 and result["split"] == "test"
+
+
+@pytest.mark.parametrize("name", ["fashioniq", "genecis"]) # the other two: below, and tests/test_evaluate.py
+def test_evaluate_notebook_on_an_official_format(tmp_path, name):
+    "The root of a benchmark on disk and options of its loader, as for the real ones."
+    from foco.toyworld.benchmarks import CATEGORIES_FASHIONIQ, benchmark_root
+    options, shown = {"fashioniq": ({"categories": CATEGORIES_FASHIONIQ[:1], "gallery": "val_union"}, "gallery: val_union"), "genecis": ({"tasks": ["change_object"]}, "tasks: ['change_object']")}[name]
+    root = benchmark_root(name)
+    notebook = run("06_evaluate.ipynb", tmp_path, benchmark=name, root=str(root), split="val", method="average", checkpoint="none", options=json.dumps(options),
+                   cache=str(tmp_path / "features"), out=str(tmp_path / "scores"))
+    [path] = (tmp_path / "scores").glob("*.json")
+    result = json.loads(path.read_text(encoding="utf-8"))
+    assert result["benchmark"].lower() == name and result["method"] == "average" and result["data"] == "unofficial" and shown in printed(notebook)
+    assert any((tmp_path / "features").iterdir())
+
+
+def test_evaluate_notebook_writes_server_files_for_hidden_labels(tmp_path):
+    "A test split without targets gives no score but the files that CIRR's server takes."
+    from foco.data.cirr import load_cirr
+    from foco.toyworld.benchmarks import write_benchmark
+    root = write_benchmark("cirr", tmp_path / "cirr")
+    captions = root / "cirr" / "captions" / "cap.rc2.test1.json"
+    records = json.loads(captions.read_text(encoding="utf-8"))
+    captions.write_text(json.dumps([{k: v for k, v in r.items() if k not in ("target_hard", "target_soft")} for r in records]), encoding="utf-8")
+    notebook = run("06_evaluate.ipynb", tmp_path, benchmark="cirr", root=str(root), split="test1", method="foco", out=str(tmp_path / "scores"))
+    assert load_cirr(root, "test1").hidden and not list((tmp_path / "scores").glob("*.json"))
+    for metric, n in (("recall", 50), ("recall_subset", 3)):
+        payload = json.loads((tmp_path / "scores" / "FoCo" / f"test1_pred_ranks_{metric}.json").read_text(encoding="utf-8"))
+        assert payload["metric"] == metric and len(payload) == len(records) + 2 and all(len(payload[str(r["pairid"])]) == n for r in records)
+    assert "test1_pred_ranks_recall.json for the server" in printed(notebook)
 
 
 @pytest.mark.parametrize("name, wrong, near", [("05_train.ipynb", "batch_sz", "batch_size"), ("06_evaluate.ipynb", "splits", "split"), ("toyworld/04_tiny_clip.ipynb", "minute", "minutes")])
