@@ -276,6 +276,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                'foco.evaluate.Composer.encode_texts': ('evaluate.html#composer.encode_texts', 'foco/evaluate.py'),
                                'foco.evaluate.Result': ('evaluate.html#result', 'foco/evaluate.py'),
                                'foco.evaluate.Result.load': ('evaluate.html#result.load', 'foco/evaluate.py'),
+                               'foco.evaluate.Result.question': ('evaluate.html#result.question', 'foco/evaluate.py'),
                                'foco.evaluate.Result.save': ('evaluate.html#result.save', 'foco/evaluate.py'),
                                'foco.evaluate.Scored': ('evaluate.html#scored', 'foco/evaluate.py'),
                                'foco.evaluate.Scored.values': ('evaluate.html#scored.values', 'foco/evaluate.py'),

@@ -74,7 +74,9 @@ def training_free(backbone: Backbone, stats: FeatureStats, alpha: float = .5) ->
             TrainingFree("average", backbone, lambda v, t: v + t),
             TrainingFree(f"centred slerp {alpha:g}", backbone, lambda v, t: slerp(v, t, alpha), stats)]
 
-# %% ../nbs/06_evaluate.ipynb #4e28509e
+# %% ../nbs/06_evaluate.ipynb #b76d62a9
+_QUESTION = ("data", "gallery_sha256", "queries_sha256", "protocol", "backbone", "weights")
+
 @dataclass(frozen=True)
 class Result:
     "Scores of one method on one benchmark, with provenance."
@@ -102,12 +104,20 @@ class Result:
     seconds: float | None = None
 
     def save(self, folder: Path) -> Path:
-        "Write `<benchmark>-<split>.<method>.json`; a NaN is refused."
+        "Write `<benchmark>-<split>.<method>.json`; refuses a NaN, and to replace the answer to another question."
         folder.mkdir(parents=True, exist_ok=True)
         method = re.sub(r"[^\w.]+", "-", self.method)
         path = folder / f"{self.benchmark}-{self.split}.{method}.json"
+        if path.exists() and (other := Result.load(path)).question != self.question:
+            differ = [name for name, a, b in zip(_QUESTION, other.question, self.question) if a != b]
+            raise FileExistsError(f"{path} holds a result with another {', '.join(differ)}; name another folder (out=...), or remove it")
         path.write_text(json.dumps(asdict(self), indent=1, allow_nan=False) + "\n", encoding="utf-8")
         return path
+
+    @property
+    def question(self) -> tuple:
+        "What a score must share with another to be compared with it."
+        return tuple(getattr(self, name) for name in _QUESTION)
 
     @classmethod
     def load(cls, path: Path) -> "Result":
@@ -211,7 +221,9 @@ def results_table(results: Sequence[Result], metrics: Sequence[str] | None = Non
     "Arrange results of one benchmark: methods without a seed as they are, others as mean ± standard deviation over their seeds; warns if they answer different questions."
     if len(names := {r.benchmark for r in results}) != 1: raise ValueError(f"results of {len(names)} benchmarks ({', '.join(sorted(names))}); a table holds one")
     for split in {r.split for r in results}:
-        if len({(r.gallery_sha256, r.queries_sha256) for r in results if r.split == split}) > 1: warnings.warn(f"{names.pop()} {split}: these results come from different galleries or queries and must not be compared", stacklevel=2)
+        asked = [r.question for r in results if r.split == split]
+        differ = [name for name, values in zip(_QUESTION, zip(*asked)) if any(v != values[0] for v in values)]
+        if differ: warnings.warn(f"{results[0].benchmark} {split}: these results differ in {', '.join(differ)} and must not be compared", stacklevel=2)
     def name(r): return r.method if not r.missing else f"{r.method} ({coverage(r.missing)})"
     rows = pd.DataFrame([{"split": r.split, "method": name(r), "seed": r.seed, **r.metrics} for r in results])
     free = rows[rows.seed.isna()].drop(columns="seed").drop_duplicates(["split", "method"]).set_index(["split", "method"])

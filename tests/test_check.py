@@ -15,9 +15,9 @@ from foco.data.cirr import load_cirr
 from foco.data.fashioniq import load_fashioniq
 from foco.data.genecis import load_genecis
 from foco.data.pictures import check_picture, find_pictures
+from official import OFFICIAL
 
-SHARED = Path(__file__).resolve().parents[2]/"shared"/"benchmarks" # the real files; where absent, these tests are skipped
-real = pytest.mark.skipif(not SHARED.is_dir(), reason="the official annotation files are not here")
+real = pytest.mark.skipif(not OFFICIAL.is_dir(), reason="the official annotation files are not here")
 SIZE = (56, 40)
 PHOTO = Image.fromarray((np.kron(np.random.default_rng(0).integers(30, 220, (5, 7, 3)), np.ones((8, 8, 1)))).astype(np.uint8))
 
@@ -355,10 +355,10 @@ def test_a_quick_look_agrees_on_damage_in_the_middle(tmp_path, options, mode):
 
 @real
 def test_real_cirr_val_with_stand_ins_is_complete(tmp_path):
-    for folder in ("captions", "image_splits"): shutil.copytree(SHARED/"cirr"/folder, tmp_path/"cirr"/folder)
+    for folder in ("captions", "image_splits"): shutil.copytree(OFFICIAL/"cirr"/folder, tmp_path/"cirr"/folder)
     PHOTO.resize((8, 8)).save(tmp_path/"picture.png")
     (tmp_path/"dev").mkdir()
-    places = json.loads((SHARED/"cirr"/"image_splits"/"split.rc2.val.json").read_text(encoding="utf-8"))
+    places = json.loads((OFFICIAL/"cirr"/"image_splits"/"split.rc2.val.json").read_text(encoding="utf-8"))
     for place in places.values(): os.link(tmp_path/"picture.png", tmp_path/place)
     report = check_data("cirr", tmp_path, "val")
     assert report.complete and "2,297 unique ids = complete" in str(report)
@@ -371,7 +371,7 @@ def test_real_cirr_val_with_stand_ins_is_complete(tmp_path):
 
 @real
 def test_real_fashioniq_counts():
-    report = check_data("fashioniq", SHARED/"fashioniq")
+    report = check_data("fashioniq", OFFICIAL/"fashioniq")
     assert [s.name for s in report.splits] == ["train", "val", "test"] and all(s.official and not s.problem for s in report.splits)
     assert [len(s.missing) for s in report.splits] == [45429, 15415, 15417] and "0 of 74,381 unique ids" in str(report)
     found = Report("fashioniq", "ROOT", tuple(replace(s, missing=()) for s in report.splits), True)
@@ -382,10 +382,10 @@ def test_real_fashioniq_counts():
 
 @real
 def test_real_genecis_and_circo_counts(tmp_path):
-    report = check_data("genecis", SHARED, ["focus_attribute", "focus_object"])
+    report = check_data("genecis", OFFICIAL, ["focus_attribute", "focus_object"])
     assert all(s.official and not s.problem and len(s.missing) == len(s.needed) for s in report.splits)
     assert [s.counts["queries"][0] for s in report.splits] == [2000, 1960]
-    shutil.copytree(SHARED/"circo"/"annotations", tmp_path/"annotations")
+    shutil.copytree(OFFICIAL/"circo"/"annotations", tmp_path/"annotations")
     asked = json.loads((tmp_path/"annotations"/"val.json").read_text(encoding="utf-8"))
     named = {i for r in asked for i in (r["reference_img_id"], *r["gt_img_ids"])}           # COCO's own list is not here
     write_gallery(tmp_path, sorted(named))

@@ -11,8 +11,9 @@ from foco.data.benchmark import write_submission
 from foco.data.cards import load_card
 from foco.data.circo import GALLERY_LIST, check_circo_submission, load_circo, score_circo_submission
 from foco.data.metrics import kind_groups, query_values, rank_lists, rank_targets
+from official import OFFICIAL
 
-REAL = Path(__file__).parents[2]/"shared"/"benchmarks"/"circo"
+REAL = OFFICIAL/"circo"
 needs_files = pytest.mark.skipif(not (REAL/"annotations").is_dir(), reason="CIRCO's annotation files are not here")
 GALLERY = 123_403
 

@@ -13,8 +13,9 @@ from foco.data.benchmark import Lists, write_submission
 from foco.data.cards import load_card
 from foco.data.cirr import check_cirr_submission, load_cirr
 from foco.data.metrics import Ranks, metric_values, query_values, rank_targets, score
+from official import OFFICIAL
 
-REAL = Path(__file__).parents[2]/"shared"/"benchmarks"/"cirr"
+REAL = OFFICIAL/"cirr"
 real = pytest.mark.skipif(not REAL.is_dir(), reason="the real annotation files are not here")
 
 

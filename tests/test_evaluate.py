@@ -102,7 +102,7 @@ def test_missing_pictures_stay_with_the_score(world, tmp_path):
 def test_other_galleries_warn(world):
     backbone, bench, references, gallery = world
     result = evaluate(Words(), bench, references, gallery, backbone).result
-    with pytest.warns(UserWarning, match="different galleries or queries"): results_table([result, replace(result, gallery_sha256="other")])
+    with pytest.warns(UserWarning, match="differ in gallery_sha256 and must not be compared"): results_table([result, replace(result, gallery_sha256="other")])
 
 
 @pytest.mark.parametrize("name", ["fashioniq", "cirr", "circo", "genecis"])

@@ -1,7 +1,6 @@
 """GeneCIS: the real annotation files, and the crop against a literal re-statement of the official rule."""
 import json, time
 from collections import Counter
-from pathlib import Path
 
 import numpy as np, pytest, torch
 from hypothesis import given, settings, strategies as st
@@ -11,8 +10,9 @@ from foco.data.cards import load_card
 from foco.data.genecis import Box, TASKS, crop_box, load_genecis, official_edges, pad_square, symmetric_edges
 from foco.data.metrics import query_values, rank_targets, score
 from foco.data.pictures import Pictures, read_picture
+from official import OFFICIAL
 
-REAL = Path(__file__).parents[2]/"shared"/"benchmarks"/"genecis"
+REAL = OFFICIAL/"genecis"
 needs_files = pytest.mark.skipif(not REAL.is_dir(), reason="GeneCIS's annotation files are not here")
 ATTRIBUTE, OBJECT = TASKS[:2], TASKS[2:]
 

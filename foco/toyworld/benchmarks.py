@@ -207,17 +207,17 @@ def _ask_fashioniq(gallery: Gallery, old: Style, reference: int, category: str, 
         said = dice.sample(FACTS, dice.pick(knobs.said))
         new = _changed(old, said, values, dice)
         if split_of(scene := new.scene(dice)) != split or (target := gallery.add(scene)) is None: continue
-        wanted = Wanted((look(new.thing), look(new.prop)), new.where, only=True)
+        wanted = Wanted((look(new.thing), look(new.prop, ("colour",))), new.where, only=True)   # the six facts
         if gallery.ask(Asked(reference, target, _captions(old, new, said, dice), wanted, category)): yield said, new
 
 def make_fashioniq(category: str, split: str, knobs: FashionIQKnobs = KNOBS["fashioniq"], seed: int = 0) -> Gallery:
     "Draw one category: references, targets, and the wrong answers of each."
     dice, gallery, values = Dice(f"fashioniq/{category}/{split}/{seed}"), Gallery(), _values(category, knobs)
-    while len(gallery.asked) < knobs.references * knobs.queries:
+    while (left := knobs.references * knobs.queries - len(gallery.asked)) > 0:
         old = Style(replace(random_item(dice), category=category), random_item(dice), "").but({f: dice.pick(v) for f, v in values.items()})
         if split_of(scene := old.scene(dice)) != split or (reference := gallery.add(scene)) is None: continue
         queries = _ask_fashioniq(gallery, old, reference, category, split, values, knobs, dice)
-        for said, new in [q for _, q in zip(range(knobs.queries), queries)]:
+        for said, new in [q for _, q in zip(range(min(left, knobs.queries)), queries)]:
             for _ in range(knobs.half): # of several changes, some
                 gallery.add(old.but({f: new.facts()[f] for f in dice.sample(said, 1 + dice.integer(len(said) - 1))}).scene(dice))
             rest = [f for f in FACTS if f not in said]
@@ -253,9 +253,11 @@ def _moved(kind: str, ref: Scene, knobs: CIRRKnobs, dice: Dice) -> Edited:
     text = _phrase(kind, dice, noun=_noun(subject.category, dice), things=things, where=dice.pick(_PLACES[place]), old=_noun(ref.items[1].category, dice))
     wanted = Wanted((look(subject, ("colour", "pattern")), *map(look, new, said)), place if kind == "scene" else None)
     target = arrange((replace(subject, size=dice.pick(SIZES)), *new), place, dice)
-    missed = arrange((target.items[0], _restyled(new[0], dice)[0], *new[1:]), place, dice)
-    half = [arrange((subject, *new), ref.background, dice), arrange(ref.items, place, dice), arrange((*ref.items[:2], new[0]), ref.background, dice)]
-    return Edited(target, text, wanted, [missed] * (not fits(wanted, missed)) + (half if kind == "scene" else half[2:] * (len(new) > 1)))
+    missed = arrange((target.items[0], _restyled(new[0], dice)[0], *new[1:]), place, dice)  # right, but for the look of one new thing
+    new_company, new_place = arrange((subject, *new), ref.background, dice), arrange(ref.items, place, dice)
+    mixed = arrange((*ref.items[:2], new[0]), ref.background, dice)                         # old and new company
+    half = [new_company, new_place, mixed] if kind == "scene" else [mixed] if len(new) > 1 else []
+    return Edited(target, text, wanted, half if fits(wanted, missed) else [missed, *half])
 
 # %% ../../nbs/toyworld/05_benchmarks.ipynb #dd4bf033
 def _draw_set(kinds: Sequence[str], split: str, knobs: CIRRKnobs, dice: Dice) -> tuple[Scene, list[Edited]]:
@@ -358,10 +360,11 @@ def make_circo(knobs: CIRCOKnobs = KNOBS["circo"], seed: int = 0) -> tuple[list[
     "Draw the gallery and the queries of both splits; a picture that answers a query of the other split is left out."
     scenes, asked = [], {}
     for split in ("val", "test"): asked[split] = list(_ask_circo(split, knobs, seed, scenes))
-    out = {r for split, qs in asked.items() for right in right_answers(scenes, qs) for r in right if split_of(scenes[r]) != split}
-    number = {old: new for new, old in enumerate(i for i in range(len(scenes)) if i not in out)}
-    return [scenes[i] for i in number], {split: [q._replace(reference=number[q.reference], target=number[q.target]) for q in qs if not out & {q.reference, q.target}]
-                                         for split, qs in asked.items()}
+    crossing = {r for split, qs in asked.items() for right in right_answers(scenes, qs) for r in right if split_of(scenes[r]) != split}
+    kept = [i for i in range(len(scenes)) if i not in crossing]
+    number = {old: new for new, old in enumerate(kept)}
+    def renumbered(qs): return [q._replace(reference=number[q.reference], target=number[q.target]) for q in qs if not crossing & {q.reference, q.target}]
+    return [scenes[i] for i in kept], {split: renumbered(qs) for split, qs in asked.items()}
 
 # %% ../../nbs/toyworld/05_benchmarks.ipynb #acbbcc3e
 class Spot(NamedTuple):
