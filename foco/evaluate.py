@@ -74,9 +74,7 @@ def training_free(backbone: Backbone, stats: FeatureStats, alpha: float = .5) ->
             TrainingFree("average", backbone, lambda v, t: v + t),
             TrainingFree(f"centred slerp {alpha:g}", backbone, lambda v, t: slerp(v, t, alpha), stats)]
 
-# %% ../nbs/06_evaluate.ipynb #b76d62a9
-_QUESTION = ("data", "gallery_sha256", "queries_sha256", "protocol", "backbone", "weights")
-
+# %% ../nbs/06_evaluate.ipynb #4e28509e
 @dataclass(frozen=True)
 class Result:
     "Scores of one method on one benchmark, with provenance."
@@ -128,6 +126,7 @@ class Result:
 # %% ../nbs/06_evaluate.ipynb #b4267e8c
 LOADERS = {"fashioniq": load_fashioniq, "cirr": load_cirr, "circo": load_circo, "genecis": load_genecis}
 HEADLINE = {"edits": "mAP@5", "FashionIQ": "R@10", "CIRR": "R@1", "CIRCO": "mAP@5", "GeneCIS": "R@1"} # the score that papers put first
+_QUESTION = ("data", "gallery_sha256", "queries_sha256", "protocol", "backbone", "weights") # what results must share to be compared
 
 def open_benchmark(name: str, split: str = "val",
                    root: str | Path | None = None,  # folder of the official files; None: the data source makes its own

@@ -518,11 +518,9 @@ def write_benchmark(name: str, # fashioniq | cirr | circo | genecis
 def benchmark_root(name: str, folder: str | Path | None = None, # where benchmarks lie; None: _out/toyworld of the project, or from here
                    seed: int = 0) -> Path:
     "Give the root of a benchmark, written on first use."
-    here = Path.cwd()
-    project = next((p for p in (here, *here.parents) if (p/"settings.ini").exists()), here)
+    project = next((p for p in (Path.cwd(), *Path.cwd().parents) if (p/"settings.ini").exists()), Path.cwd())
     root = (project/"_out"/"toyworld" if folder is None else Path(folder))/(f"{name}-v{VERSION}" + f"-seed{seed}" * (seed != 0))
-    stored = root/"toyworld.json"
-    return root if stored.is_file() and json.loads(stored.read_text(encoding="utf-8")) == _about(name, seed) else write_benchmark(name, root, seed)
+    return root if (stored := root/"toyworld.json").is_file() and json.loads(stored.read_text(encoding="utf-8")) == _about(name, seed) else write_benchmark(name, root, seed)
 
 def read_scenes(root: str | Path) -> dict[str, Scene]: # stem of a picture's file -> what it shows
     "Read what the pictures of a written benchmark show."
