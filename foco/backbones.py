@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['ImageFeatures', 'unit', 'to_rgb', 'Backbone', 'load_backbone', 'FeatureStats', 'feature_stats', 'center']
 
-# %% ../nbs/00_backbones.ipynb #96585c36
+# %% ../nbs/00_backbones.ipynb #edc095ab
 import hashlib, json, warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -20,6 +20,7 @@ from open_clip.tokenizer import HFTokenizer
 from open_clip.transform import PreprocessCfg, image_transform_v2, merge_preprocess_dict
 from PIL import Image, ImageOps
 from torch import Tensor, nn
+from torch.func import functional_call
 from torchvision.transforms import Compose
 from tqdm.auto import tqdm
 
@@ -221,7 +222,21 @@ def tokenize(
                       f"{cuts[0][0][:40]!r}... lost {cuts[0][1][:80]!r}", stacklevel=2)
     return ids
 
-# %% ../nbs/00_backbones.ipynb #68f25c84
+# %% ../nbs/00_backbones.ipynb #3b2ebd23
+class _TextTower(nn.Module): # gives `encode_text` a forward, which is what functional_call needs
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+    def forward(self, ids): return self.model.encode_text(ids)
+
+def _encode_tokens(model: nn.Module, ids: Tensor) -> Tensor: # (B, L) -> (B, D), not normalised
+    "Encode tokens without the padding that all texts of the batch share, if the tower is causal."
+    if model.attn_mask is None or model.text_pool_type not in ("argmax", "eos"): return model.encode_text(ids)
+    n = int(ids.ne(0).any(0).nonzero().max()) + 1
+    short = {"model.positional_embedding": model.positional_embedding[:n], "model.attn_mask": model.attn_mask[:n, :n]}
+    return functional_call(_TextTower(model), short, (ids[:, :n],))
+
+# %% ../nbs/00_backbones.ipynb #568d6ee7
 @patch
 @torch.no_grad()
 def encode_texts(
@@ -235,9 +250,11 @@ def encode_texts(
     _check_texts(texts, allow_empty)
     place = {text: i for i, text in enumerate(dict.fromkeys(texts))}
     if not place: return torch.zeros(0, self.D)
-    batches = tqdm(self.tokenize(list(place), allow_empty).split(batch_size), unit="batch", disable=not progress)
-    features = torch.cat([unit(self.model.encode_text(ids.to(self.device))).cpu() for ids in batches])
-    return features[[place[text] for text in texts]]
+    ids = self.tokenize(list(place), allow_empty)
+    order = ids.ne(0).sum(1).argsort()      # by length
+    batches = tqdm(ids[order].split(batch_size), unit="batch", disable=not progress)
+    features = torch.cat([unit(_encode_tokens(self.model, batch.to(self.device))).cpu() for batch in batches])
+    return features[order.argsort()[[place[text] for text in texts]]]
 
 # %% ../nbs/00_backbones.ipynb #0bfd9d24
 @patch

@@ -31,7 +31,7 @@ class Block(nn.Module):
         q = q + self.out((a[..., None] * v).sum(1).flatten(1))
         return q + self.ffn(self.norm(q))
 
-# %% ../nbs/03_complete.ipynb #e051d9fd
+# %% ../nbs/03_complete.ipynb #fa91d5dc
 class Completer(nn.Module):
     "F_Comp: context-conditioned semantic completion (Section 3.2)."
     def __init__(self, D: int,
@@ -39,37 +39,42 @@ class Completer(nn.Module):
                  blocks: int = 2,               # 0: no Transformer, the mean of the sequence (ablation 5a)
                  use_background: bool = True,   # False: S = [f_t(X); f_v(v_loc)] (ablation 5b)
                  start: str = "local",          # "local" | "random": where the query token starts (ablation 5c)
-                 expand: int = 4):              # hidden width of the perceptrons, in multiples of D
+                 expand: int = 4,               # hidden width of the perceptrons, in multiples of D
+                 residual: bool = False):       # True: v_g joins the sequence, and h is v_g plus what the blocks say (ours)
         super().__init__()
         if start not in ("local", "random"): raise ValueError(f"start={start!r}; expected 'local' or 'random'")
-        self.f_t, self.f_v = mlp(D, D, expand), mlp(D, D, expand)
+        self.f_t, self.f_v, self.f_m = mlp(D, D, expand), mlp(D, D, expand), mlp(D, D, expand) if residual else None
         self.blocks = nn.ModuleList(Block(D, heads, expand) for _ in range(blocks))
         self.token = nn.Parameter(torch.randn(D) * .02)
         self.norm, self.out = nn.LayerNorm(D), nn.Linear(D, D)
         self.use_background, self.start = use_background, start
+        if residual: nn.init.zeros_(self.out.weight); nn.init.zeros_(self.out.bias)
 
-    def forward(self, X, v_loc, v_bar): # three (N, D), unit rows; v_bar may be None -> h (N, D), unit rows
+    def forward(self, X, v_loc, v_bar, v_g=None): # four (N, D), unit rows; v_bar may be None, v_g without residual -> h (N, D), unit rows
         "Complete each local feature under its context."
         root = math.sqrt(X.shape[-1])
         S = [self.f_t(root * X), self.f_v(root * v_loc)] + ([self.f_v(root * v_bar)] if self.use_background and v_bar is not None else [])
+        if self.f_m is not None: S += [self.f_v(root * v_g), self.f_m((root * X) * (root * v_g))]
         S = torch.stack(S, 1)
         h = self.token.expand_as(v_loc) + (root * v_loc if self.start == "local" else 0)
         for block in self.blocks: h = block(h, S)
         if not self.blocks: h = S.mean(1)
-        return F.normalize(self.out(self.norm(h)), dim=-1)
+        h = self.out(self.norm(h))
+        return F.normalize(h if self.f_m is None else v_g + h / 2, dim=-1)
 
-# %% ../nbs/03_complete.ipynb #01866676
+# %% ../nbs/03_complete.ipynb #8665c724
 class FoCo(nn.Module):
     "Focus-then-Complete on frozen features."
     def __init__(self, D: int, stats: FeatureStats | None = None, # None: features are used as they are
                  heads: int = 8, query: str = "fused", attention: str = "cross", blocks: int = 2, use_background: bool = True,
                  start: str = "local", expand: int = 4, inference_background: bool = True,
-                 completion: str = "learned"): # "learned" F_Comp | "linear": the sum of v_loc and text instead (ablation 1b)
+                 completion: str = "learned", # "learned" F_Comp | "linear": the sum of v_loc and text instead (ablation 1b)
+                 residual: bool = False):
         super().__init__()
         if completion not in ("learned", "linear"): raise ValueError(f"completion={completion!r}; expected 'learned' or 'linear'")
         self.completion = completion
         self.aggregator = Aggregator(D, heads, query, attention, expand)
-        self.completer = Completer(D, heads, blocks, use_background, start, expand)
+        self.completer = Completer(D, heads, blocks, use_background, start, expand, residual)
         self.inference_background = inference_background
         for name in ("image_mean", "patch_mean", "text_mean"):
             self.register_buffer(name, torch.zeros(D) if stats is None else getattr(stats, name).clone().float())
@@ -82,9 +87,9 @@ class FoCo(nn.Module):
         "Center text features."
         return center(texts, self.text_mean)
 
-    def complete(self, X, v_loc, v_bar): # three (N, D), v_bar may be None -> h (N, D), unit rows
+    def complete(self, X, v_loc, v_bar, v_g): # four (N, D), v_bar may be None -> h (N, D), unit rows
         "Complete by F_Comp, or by plain addition."
-        return F.normalize(X + v_loc, dim=-1) if self.completion == "linear" else self.completer(X, v_loc, v_bar)
+        return F.normalize(X + v_loc, dim=-1) if self.completion == "linear" else self.completer(X, v_loc, v_bar, v_g)
 
     def forward(self, c, X, images: ImageFeatures, # prepared: (B, Q, D), (B, Q, D), B images
                 mix=None # (B,) in [0, 1]: share of another image's v_loc and v_bar that is blended in (visual mixing)
@@ -93,9 +98,9 @@ class FoCo(nn.Module):
         focus = self.aggregator(c, images)
         seen = [focus.local, focus.background]
         if mix is not None: seen = [F.normalize(torch.lerp(v, v.roll(1, 0), mix[:, None, None]), dim=-1) for v in seen]
-        return self.complete(X.flatten(0, 1), *(v.flatten(0, 1) for v in seen)).view_as(c)
+        return self.complete(X.flatten(0, 1), *(v.flatten(0, 1) for v in (*seen, images.global_[:, None].expand_as(c)))).view_as(c)
 
-# %% ../nbs/03_complete.ipynb #e699e11a
+# %% ../nbs/03_complete.ipynb #e2b28086
 class FoCoComposer:
     "A `Composer`: composes queries in the space in which it ranks the gallery."
     def __init__(self, foco: FoCo, backbone: Backbone, name: str = "FoCo"):
@@ -108,7 +113,7 @@ class FoCoComposer:
         images = self.foco.prepare_images(images)
         focus = self.foco.aggregator(T_m[:, None], images)
         around = focus.background[:, 0] if self.foco.inference_background else None
-        return self.foco.complete(T_m, focus.local[:, 0], around)
+        return self.foco.complete(T_m, focus.local[:, 0], around, images.global_)
 
     def encode_gallery(self, global_): # (G, D) global features -> (G, D), unit rows
         "Prepare gallery features as the targets of training were."

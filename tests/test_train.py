@@ -15,7 +15,7 @@ def backbone(): return load_backbone("tiny-clip")
 
 
 @pytest.fixture(scope="module")
-def training(backbone): return cache_features(backbone, data_source("toyworld").training_pairs(64), True)
+def training(backbone): return cache_features(backbone, data_source("toyworld").training_pairs(64), True, counterfactuals=8)
 
 
 def config(**given): return make_config(n_images=64, batch_size=8, steps=6, **given)
@@ -95,7 +95,8 @@ def test_misspelled_weights_are_refused(backbone, training, tmp_path):
 @pytest.mark.parametrize("given", [{"form": "infonce"}, {"aggregation_negatives": "naive"}, {"completion_negatives": "naive"}, {"negative_focus": "own"},
     {"contexts": "pooled"}, {"aggregation_in_stage2": False}, {"bias": "none"}, {"bias": "learned"}, {"query": "text"}, {"attention": "dot"}, {"attention": "mask"}, {"completion": "linear"}, {"blocks": 0},
     {"use_background": False}, {"start": "random"}, {"inference_background": False}, {"partial_context": 0.}, {"visual_mixing": 1.}, {"variant": "paper"}, {"expand": 1},
-    {"heads": 4}, {"stage1_epochs": .5}, {"weight_decay": 0.}], ids=str)
+    {"heads": 4}, {"stage1_epochs": .5}, {"weight_decay": 0.}, {"residual": False}, {"counterfactuals": 1}, {"counterfactuals": 0, "completion_in_stage2": True}, {"completion_in_stage2": True},
+    {"variant": "centred"}], ids=str)
 def test_every_setting_runs(backbone, training, tmp_path, given):
     model, history = train(backbone, training, replace(config(**given), steps=2), tmp_path, log_every=1)
     assert len(history) == 4 and all(h["loss"] > 0 for h in history)
