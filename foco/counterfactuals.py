@@ -71,7 +71,7 @@ def phrases(text: str) -> tuple[Phrase, ...]:
         preposition, i = "", k
     return tuple(found)
 
-# %% ../nbs/04_counterfactuals.ipynb #c3c9f46b
+# %% ../nbs/04_counterfactuals.ipynb #7de9df74
 class Sentence(NamedTuple):
     "A caption, the things it names, and where it says they are."
     text: str
@@ -83,7 +83,7 @@ class Lexicon:
     def __init__(self, captions: Iterable[str],
                  least: int = 5,            # a noun that occurs less often is neither place nor replacement
                  expected: float = 3.,      # meetings that chance would give two modifiers, for their absence to mean something
-                 shared: float = .15):      # of the nouns that the rarer of the two modifies, the share that the other modifies as well
+                 shared: float = .15):      # of the nouns that the less versatile of the two modifies, the share that the other modifies as well
         said = [p for text in dict.fromkeys(captions) for p in phrases(text)]
         seen, placed = Counter(p.noun for p in said), Counter(p.noun for p in said if p.preposition)
         self.places = frozenset(n for n, c in seen.items() if c >= least and 2 * placed[n] >= c)
@@ -206,7 +206,7 @@ def say_edit(edit: Edit, dice: random.Random, wordings: dict[str, list[str]] = W
     w = edit.words
     return dice.choice(wordings[edit.kind]).format(**w, **{f"a_{k}": _a(v) for k, v in w.items() if k != "rest"})
 
-# %% ../nbs/04_counterfactuals.ipynb #d96712fb
+# %% ../nbs/04_counterfactuals.ipynb #d8764c81
 class Counterfactual(NamedTuple):
     "A modification, and the two sentences whose difference it asks for."
     kind: str
@@ -225,7 +225,7 @@ def make_counterfactuals(decompositions: Sequence[Decomposition], per_image: int
     lexicon = lexicon or Lexicon(d.caption for d in decompositions)
     ways = {k: v + (wordings or {}).get(k, []) for k, v in WORDINGS.items()}
     dice, read = random.Random(seed), [lexicon.read(d.caption) for d in decompositions]
-    kinds, shares = list(_EDITS), [share for share, _ in _EDITS.values()]
+    kinds = list(_EDITS)
     def edit(s, d, allowed): return _EDITS[dice.choices(allowed, [_EDITS[k][0] for k in allowed])[0]][1](s, dice.choice(read), d, lexicon, dice)
     made = []
     for s, d in zip(read, decompositions):

@@ -7,13 +7,14 @@ __all__ = ['VARIANTS', 'SCALES', 'TrainConfig', 'make_config', 'check_parameters
            'cache_features', 'CheckpointError', 'save_foco', 'save_checkpoint', 'latest_checkpoint', 'load_foco',
            'load_trained', 'bundled_foco', 'project_path', 'provenance', 'batch_index', 'rate', 'train_step', 'train']
 
-# %% ../nbs/05_train.ipynb #4bc81acb
+# %% ../nbs/05_train.ipynb #52ac45cb
 import difflib, json, math, os, shutil, subprocess, time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
 from importlib.metadata import version
 from pathlib import Path
 import torch
+from fastcore.basics import patch
 from safetensors.torch import load_file, save_file
 from torch.optim import AdamW
 import foco
@@ -23,7 +24,7 @@ from .counterfactuals import make_counterfactuals, moved
 from .data.pairs import Pairs, data_source
 from .losses import Asked, Batch, Objective, Phi, draw_pick, total_loss
 
-# %% ../nbs/05_train.ipynb #7adbd41b
+# %% ../nbs/05_train.ipynb #ef0a24fb
 @dataclass(frozen=True)
 class TrainConfig(Objective):
     "Settings of a training run; the losses' options come from `Objective`."
@@ -65,16 +66,23 @@ class TrainConfig(Objective):
             if not 0 <= getattr(self, name) <= 1: raise ValueError(f"{name}={getattr(self, name)}; expected a share between 0 and 1")
         if not 0 <= self.counterfactuals <= self.counterfactual_pool:
             raise ValueError(f"counterfactuals={self.counterfactuals} of each image, but counterfactual_pool={self.counterfactual_pool}; a batch cannot draw more than are made")
+        if not self.completion_in_stage2:
+            if not self.counterfactuals: raise ValueError("counterfactuals=0 and completion_in_stage2=False: nothing would train F_Comp; set one of them")
+            idle = [name for name in ("partial_context", "visual_mixing") if getattr(self, name)]
+            if idle: raise ValueError(f"{idle[0]}={getattr(self, idle[0])} acts in the completion loss only, and completion_in_stage2=False; set {idle[0]}=0, or completion_in_stage2=True")
         if self.steps is not None and self.steps < 1: raise ValueError(f"steps={self.steps}; expected at least 1, or None for epochs")
 
-    def stage_steps(self, n: int) -> tuple[int, int]: # steps of stage 1 and 2 on n images
-        "Turn epochs into steps."
-        if self.steps is not None: return self.steps, self.steps
-        return tuple(max(1, round(e * (n // self.batch_size))) for e in (self.stage1_epochs, self.stage2_epochs))
+# %% ../nbs/05_train.ipynb #5c2db120
+@patch
+def stage_steps(self: TrainConfig, n: int) -> tuple[int, int]: # steps of stage 1 and 2 on n images
+    "Turn epochs into steps."
+    if self.steps is not None: return self.steps, self.steps
+    return tuple(max(1, round(e * (n // self.batch_size))) for e in (self.stage1_epochs, self.stage2_epochs))
 
-    def model_options(self) -> dict:
-        "The arguments of `FoCo`."
-        return {k: getattr(self, k) for k in ("heads", "query", "attention", "blocks", "use_background", "start", "expand", "inference_background", "completion", "residual")}
+@patch
+def model_options(self: TrainConfig) -> dict:
+    "The arguments of `FoCo`."
+    return {k: getattr(self, k) for k in ("heads", "query", "attention", "blocks", "use_background", "start", "expand", "inference_background", "completion", "residual")}
 
 # %% ../nbs/05_train.ipynb #80fa4897
 VARIANTS = {
@@ -108,7 +116,7 @@ def check_parameters(given: set[str], known: set[str]):
     unknown = sorted(n for n in given - known if not n.startswith("_"))
     if unknown: raise ValueError(f"unknown parameter {unknown[0]!r}; {_did_you_mean(unknown[0], sorted(known))}")
 
-# %% ../nbs/05_train.ipynb #e8fc6f03
+# %% ../nbs/05_train.ipynb #0505332e
 @dataclass
 class Edits:
     "Counterfactuals of N images: raw features, from which a batch is made when it is drawn."
@@ -135,6 +143,7 @@ def encode_edits(backbone: Backbone, pairs: Pairs, v_g: torch.Tensor, stats: Fea
     if not texts: raise ValueError(f"{pairs.name}: not one of {len(made)} captions could be edited; use counterfactuals=0, or captions that name things")
     return Edits(v_g.half(), backbone.encode_texts(list(texts)).half(), rows, real, stats.image_mean, stats.text_mean)
 
+# %% ../nbs/05_train.ipynb #31900eab
 @dataclass
 class TrainingSet:
     "Prepared features of N images and of all their different captions."
@@ -217,7 +226,7 @@ def latest_checkpoint(out: Path) -> Path | None:
     found = [p for p in sorted(out.glob("stage[12]-*")) if p.suffix != ".unfinished"] if out.exists() else []
     return found[-1] if found else None
 
-# %% ../nbs/05_train.ipynb #1c4e749d
+# %% ../nbs/05_train.ipynb #cbd40076
 def _read_card(folder: Path) -> dict:
     card, weights = Path(folder) / "foco.json", Path(folder) / "foco.safetensors"
     for p in (card, weights):
@@ -247,7 +256,7 @@ _SAME = ("weights", "patch_layer", "activation", "preprocess_sha256") # what mak
 
 def bundled_foco(variant: str = "default") -> Path:
     "Locate a FoCo that comes with the library, trained on ToyWorld with the tiny CLIP."
-    if variant not in VARIANTS: raise ValueError(f"no bundled FoCo {variant!r}; expected one of {', '.join(VARIANTS)}")
+    if variant not in ("default", "paper"): raise ValueError(f"no bundled FoCo {variant!r}; expected 'default' or 'paper'")
     return Path(foco.__file__).parent / "models" / f"tiny-foco-{variant}"
 
 def project_path(path: Path | str) -> Path:

@@ -446,9 +446,9 @@ def plot_by_kind(table: pd.DataFrame) -> PaperFigure: # columns method, kind, me
         ax.tick_params(length=0, labelsize=FONT); ax.spines[:].set_visible(False)
     return fig
 
-# %% ../nbs/07_visualize.ipynb #f7654b33
+# %% ../nbs/07_visualize.ipynb #348c7b69
 _SERIES = {f"{part} {side}": (PALETTE[colour], style) for part, colour in (("aggregation", "blue"), ("completion", "vermillion"))
-           for side, style in (("positive", "-"), ("negative", "--"))}
+           for side, style in (("positive", "-"), ("negative", "--"))} | {"counterfactual target": (PALETTE["green"], "-"), "counterfactual reference": (PALETTE["green"], "--")}
 
 def _history(log: Sequence[Mapping]) -> pd.DataFrame: # in order, `at` counts on where a stage begins again at 0
     table = pd.DataFrame([dict(entry) for entry in log])
@@ -468,7 +468,7 @@ def history_table(log: Sequence[Mapping]) -> pd.DataFrame: # (stage, quantity) -
             if len(x): rows[stage, name] = {"begin": x.iloc[:tenth].mean(), "end": x.iloc[-tenth:].mean(), "lowest": x.min(), "highest": x.max()}
     return pd.DataFrame(rows).T.rename_axis(["stage", "quantity"]) if rows else pd.DataFrame(columns=["begin", "end", "lowest", "highest"])
 
-# %% ../nbs/07_visualize.ipynb #1a9be992
+# %% ../nbs/07_visualize.ipynb #98e02a02
 def _curve(ax, at, x, **kwargs): # a moving mean over a fiftieth of the log; the single values shine through
     width = max(1, len(x) // 50)
     if width > 1: ax.plot(at, x, lw=.6, alpha=.25, color=kwargs["color"])
@@ -487,7 +487,8 @@ def plot_history(log: Sequence[Mapping],    # entries with step, stage, loss and
             if name in part and part[name].notna().any(): _curve(right, part["at"], part[name], color=colour, linestyle=style, label=name)
         for ax in (left, right):
             if n: ax.axvline(part["at"].iloc[0], color=GREY, lw=1, ls=":")
-            ax.text(part["at"].iloc[0], 1.01, f" stage {stage:g}", transform=ax.get_xaxis_transform(), color=GREY, va="bottom")
+            short = len(part) < len(table) / 5 and not n         # no room to the right of its line: end there
+            ax.text(part["at"].iloc[-1 if short else 0], 1.01, f" stage {stage:g} ", transform=ax.get_xaxis_transform(), color=GREY, va="bottom", ha="right" if short else "left")
     right.axhline(0, color="#E5E5E5", lw=.8, zorder=0)
     left.set(xlabel="step", ylabel="loss per image"); right.set(xlabel="step", ylabel="mean cosine")
     entries = dict(zip(*reversed(right.get_legend_handles_labels())))
