@@ -24,7 +24,7 @@ from .counterfactuals import make_counterfactuals, moved
 from .data.pairs import Pairs, data_source
 from .losses import Asked, Batch, Objective, Phi, draw_pick, total_loss
 
-# %% ../nbs/05_train.ipynb #ef0a24fb
+# %% ../nbs/05_train.ipynb #d8d12466
 @dataclass(frozen=True)
 class TrainConfig(Objective):
     "Settings of a training run; the losses' options come from `Objective`."
@@ -64,12 +64,10 @@ class TrainConfig(Objective):
         if self.n_images < self.batch_size: raise ValueError(f"n_images={self.n_images} is less than one batch of {self.batch_size}; lower batch_size or raise n_images")
         for name in ("partial_context", "visual_mixing"):
             if not 0 <= getattr(self, name) <= 1: raise ValueError(f"{name}={getattr(self, name)}; expected a share between 0 and 1")
+            if getattr(self, name) and not self.completion_in_stage2: raise ValueError(f"{name} acts in the completion loss only; with completion_in_stage2=False set {name}=0")
         if not 0 <= self.counterfactuals <= self.counterfactual_pool:
             raise ValueError(f"counterfactuals={self.counterfactuals} of each image, but counterfactual_pool={self.counterfactual_pool}; a batch cannot draw more than are made")
-        if not self.completion_in_stage2:
-            if not self.counterfactuals: raise ValueError("counterfactuals=0 and completion_in_stage2=False: nothing would train F_Comp; set one of them")
-            idle = [name for name in ("partial_context", "visual_mixing") if getattr(self, name)]
-            if idle: raise ValueError(f"{idle[0]}={getattr(self, idle[0])} acts in the completion loss only, and completion_in_stage2=False; set {idle[0]}=0, or completion_in_stage2=True")
+        if not (self.completion_in_stage2 or self.counterfactuals): raise ValueError("counterfactuals=0 and completion_in_stage2=False: nothing would train F_Comp; set one of them")
         if self.steps is not None and self.steps < 1: raise ValueError(f"steps={self.steps}; expected at least 1, or None for epochs")
 
 # %% ../nbs/05_train.ipynb #5c2db120
