@@ -222,7 +222,7 @@ def tokenize(
                       f"{cuts[0][0][:40]!r}... lost {cuts[0][1][:80]!r}", stacklevel=2)
     return ids
 
-# %% ../nbs/00_backbones.ipynb #3b2ebd23
+# %% ../nbs/00_backbones.ipynb #fda93f20
 class _TextTower(nn.Module): # gives `encode_text` a forward, which is what functional_call needs
     def __init__(self, model: nn.Module):
         super().__init__()
@@ -231,7 +231,7 @@ class _TextTower(nn.Module): # gives `encode_text` a forward, which is what func
 
 def _encode_tokens(model: nn.Module, ids: Tensor) -> Tensor: # (B, L) -> (B, D), not normalised
     "Encode tokens without the padding that all texts of the batch share, if the tower is causal."
-    if model.attn_mask is None or model.text_pool_type not in ("argmax", "eos"): return model.encode_text(ids)
+    if getattr(model, "attn_mask", None) is None or model.text_pool_type not in ("argmax", "eos"): return model.encode_text(ids)
     n = int(ids.ne(0).any(0).nonzero().max()) + 1
     short = {"model.positional_embedding": model.positional_embedding[:n], "model.attn_mask": model.attn_mask[:n, :n]}
     return functional_call(_TextTower(model), short, (ids[:, :n],))

@@ -141,7 +141,7 @@ def encode_edits(backbone: Backbone, pairs: Pairs, v_g: torch.Tensor, stats: Fea
     if not texts: raise ValueError(f"{pairs.name}: not one of {len(made)} captions could be edited; use counterfactuals=0, or captions that name things")
     return Edits(v_g.half(), backbone.encode_texts(list(texts)).half(), rows, real, stats.image_mean, stats.text_mean)
 
-# %% ../nbs/05_train.ipynb #31900eab
+# %% ../nbs/05_train.ipynb #0f3d4f40
 @dataclass
 class TrainingSet:
     "Prepared features of N images and of all their different captions."
@@ -167,6 +167,8 @@ class TrainingSet:
             X = torch.where(swap, c.gather(1, other), X)
         mix = torch.rand(B, generator=generator) * config.visual_mixing if config.visual_mixing else None
         pick = draw_pick(real, generator)
+        if config.counterfactuals and (self.edits is None or self.edits.real.shape[1] < config.counterfactuals):
+            raise ValueError(f"counterfactuals={config.counterfactuals} of each image, but this training set has {0 if self.edits is None else self.edits.real.shape[1]}; pass counterfactuals={config.counterfactual_pool} to cache_features")
         asked = self.edits.draw(index, config.counterfactuals, generator) if config.counterfactuals else None
         return Batch(self.images[index].to(torch.float32), self.texts[c], self.texts[X], real, pick, mix, asked)
 

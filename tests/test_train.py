@@ -103,6 +103,10 @@ def test_every_setting_runs(backbone, training, tmp_path, given):
     assert torch.isfinite(weights(model)).all()
 
 
+def test_counterfactuals_that_were_not_made(backbone, training, tmp_path):
+    with pytest.raises(ValueError, match="this training set has 0; pass counterfactuals=8 to cache_features"): train(backbone, replace(training, edits=None), config(), tmp_path)
+
+
 def test_k_max(backbone):
     pairs = data_source("toyworld").training_pairs(32)
     assert cache_features(backbone, pairs, False, k_max=1).real.sum() == 32
