@@ -6,23 +6,27 @@
 __all__ = ['WORDINGS', 'Phrase', 'phrases', 'Sentence', 'Lexicon', 'Edit', 'say_edit', 'Counterfactual', 'make_counterfactuals',
            'moved']
 
-# %% ../nbs/04_counterfactuals.ipynb #4e77f6ca
+# %% ../nbs/04_counterfactuals.ipynb #d21490f6
 import random, re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import combinations
+from string import Formatter
 from typing import NamedTuple
 import torch
 from .backbones import center
 from .decompose import Decomposition
 
-# %% ../nbs/04_counterfactuals.ipynb #e920c7e6
-_DETERMINERS = frozenset("a an the this that these those some another each every his her its their our my your one two three four five several many".split())
+# %% ../nbs/04_counterfactuals.ipynb #e54d4171
+_SINGULAR = frozenset("a an one another this that each every".split())
+_EITHER = frozenset("the his her its their our my your".split())
+_DETERMINERS = _SINGULAR | _EITHER | frozenset("these those some two three four five several many".split())
 _OF_PLACE = frozenset("in on at under against near by inside outside over behind along".split())
 _OTHER = frozenset("with of to from for beside next above below into onto through across between around during without and or but is are was were be been being "
-                   "has have had there here not it i you we he she they me him them us can could will would should may might must do does did who what where when how which that's while as than then front left right up down off out".split())
+                   "has have had there here not it i you we he she they me him them us can could will would should may might must do does did who what where when how which that's while as than then front left right up down off out after before "
+                   "among amid toward towards since until within s t".split())
 _CLOSED = _DETERMINERS | _OF_PLACE | _OTHER
 _WORD = re.compile(r"\w+(?:['’-]\w+)*|[^\w\s]")
 
@@ -47,10 +51,12 @@ class Phrase:
 
 def _a(words: str) -> str: return ("an " if words[0] in "aeiou" else "a ") + words
 
-# %% ../nbs/04_counterfactuals.ipynb #6401892c
+# %% ../nbs/04_counterfactuals.ipynb #328707fc
 def _tokens(text: str) -> list[tuple[str, int, int]]: return [(m.group().lower(), *m.span()) for m in _WORD.finditer(text)]
 
 def _open(token) -> bool: return token[0][0].isalnum() and token[0] not in _CLOSED
+
+def _run(tokens, i: int) -> int: return next((k for k in range(i, len(tokens)) if not _open(tokens[k])), len(tokens))    # where open words end
 
 @lru_cache(maxsize=1 << 18)
 def phrases(text: str) -> tuple[Phrase, ...]:
@@ -61,9 +67,13 @@ def phrases(text: str) -> tuple[Phrase, ...]:
         if [t[0] for t in tokens[i:i + 3]] == ["in", "front", "of"]: preposition, place_start, i = "in front of", start, i + 3; continue
         if word in _OF_PLACE: preposition, place_start, i = word, start, i + 1; continue
         j = i + (word in _DETERMINERS)
-        k = next((k for k in range(j, len(tokens)) if not _open(tokens[k])), len(tokens))
+        k = _run(tokens, j)
         if k == j: preposition, i = "" if word not in _DETERMINERS else preposition, i + 1; continue
-        words, end, tail = [t[0] for t in tokens[j:k]], tokens[k - 1][2], ""
+        words = [t[0] for t in tokens[j:k]]
+        if j > i and k == j + 1 and tokens[k:k + 1] and tokens[k][0] in (",", "and") and (more := _run(tokens, k + 1)) > k + 2:     # "a small, red car"
+            rest = [t[0] for t in tokens[k + 1:more]]
+            words, k = words + rest if tokens[k][0] == "," else [f"{words[0]} and {rest[0]}", *rest[1:]], more
+        end, tail = tokens[k - 1][2], ""
         if [t[0] for t in tokens[k:k + 1]] == ["with"] and len(tokens) > k + 1 and _open(tokens[k + 1]) and (len(tokens) == k + 2 or not _open(tokens[k + 2])):
             tail, end, k = text[end:tokens[k + 1][2]], tokens[k + 1][2], k + 2
         if tokens[k:k + 1] and tokens[k][0] == "of": i = k; continue    # "a picture of": no thing in the scene
@@ -71,7 +81,7 @@ def phrases(text: str) -> tuple[Phrase, ...]:
         preposition, i = "", k
     return tuple(found)
 
-# %% ../nbs/04_counterfactuals.ipynb #7de9df74
+# %% ../nbs/04_counterfactuals.ipynb #058016fe
 class Sentence(NamedTuple):
     "A caption, the things it names, and where it says they are."
     text: str
@@ -81,31 +91,37 @@ class Sentence(NamedTuple):
 class Lexicon:
     "What the captions of a data set have in common: places, things, and which modifiers exclude each other."
     def __init__(self, captions: Iterable[str],
-                 least: int = 5,            # a noun that occurs less often is neither place nor replacement
+                 least: int = 5,            # a noun that occurs less often is no place, and one that has "a" less often no replacement
                  expected: float = 3.,      # meetings that chance would give two modifiers, for their absence to mean something
                  shared: float = .15):      # of the nouns that the less versatile of the two modifies, the share that the other modifies as well
         said = [p for text in dict.fromkeys(captions) for p in phrases(text)]
-        seen, placed = Counter(p.noun for p in said), Counter(p.noun for p in said if p.preposition)
+        seen, placed, modify = Counter(p.noun for p in said), Counter(p.noun for p in said if p.preposition), Counter(m for p in said for m in p.modifiers)
+        single = Counter(p.noun for p in said if p.determiner in ("a", "an"))
+        self.looks = frozenset(m for m, c in modify.items() if c > 3 * seen[m])     # "man" precedes "walking" often, too
         self.places = frozenset(n for n, c in seen.items() if c >= least and 2 * placed[n] >= c)
-        self.nouns = sorted(n for n, c in seen.items() if c >= least and n not in self.places)
+        self._no_things = self.places | self.looks
+        self.nouns = sorted(n for n, c in single.items() if c >= max(least, .25 * seen[n]) and n not in self._no_things)
+        self._known = frozenset(self.nouns)
         pairs = Counter(pair for p in said if p.noun not in self.places for pair in combinations(sorted(set(p.modifiers)), 2))
         nouns, meets = defaultdict(set), Counter()
         for p in said:
             for word in p.modifiers: nouns[word].add(p.noun)
         for pair, n in pairs.items():
             for word in pair: meets[word] += n
-        total = sum(meets.values())
+        total, common = sum(meets.values()), sorted(self.looks & meets.keys(), key=lambda w: (-meets[w], w))
         self.alternatives: dict[str, list[str]] = defaultdict(list)
-        for a, b in combinations(sorted(meets), 2):
-            if pairs[a, b] or meets[a] * meets[b] < expected * total: continue
-            if len(nouns[a] & nouns[b]) >= shared * min(len(nouns[a]), len(nouns[b])): self.alternatives[a].append(b); self.alternatives[b].append(a)
+        for i, a in enumerate(common):
+            for b in map(common.__getitem__, range(i + 1, len(common))):
+                if meets[a] * meets[b] < expected * total: break        # and so do all that are rarer
+                if pairs[min(a, b), max(a, b)] or len(nouns[a] & nouns[b]) < shared * min(len(nouns[a]), len(nouns[b])): continue
+                self.alternatives[a].append(b); self.alternatives[b].append(a)
 
     def read(self, text: str) -> Sentence:
         "Find things and place in a caption."
         found = phrases(text)
         there = [p for p in found if p.noun in self.places]
-        place = (min(p.place_start for p in there), max(p.end for p in there)) if there else None
-        things = tuple(p for p in found if p.noun not in self.places and p.determiner)
+        place = (min(p.place_start for p in there), max(p.end for p in there)) if there and all(p.preposition for p in there) else None
+        things = tuple(p for p in found if p.noun not in self._no_things and (p.determiner in _SINGULAR or p.determiner in _EITHER and (p.noun in self._known or not p.noun.endswith("s"))))
         if place and any(place[0] < p.start < place[1] for p in things): place = None
         return Sentence(text, things, place)
 
@@ -144,9 +160,10 @@ def _edit_add(s, other, d, lexicon, dice):
     if q.noun in {t.noun for t in s.things}: return None
     return Edit("mention" if bare else "add", s.text, _put(s.text, p.start, p.end, _join(p.say(), _a(q.noun) if bare else q.say(), dice)), {"noun": q.noun, "new": q.say()})
 
-# %% ../nbs/04_counterfactuals.ipynb #d0d12e5c
+# %% ../nbs/04_counterfactuals.ipynb #77b9f8f5
 def _edit_remove(s, other, d, lexicon, dice):
     options = [(local, context, p[0].noun) for local, context in d.pairs if local != context and len(p := lexicon.read(local).things) == 1]
+    options = [o for o in options if o[2] not in {p.noun for p in phrases(o[1])}]    # a second one like it would stay
     if not options: return None
     local, context, noun = dice.choice(options)
     left = lexicon.read(context)
@@ -162,7 +179,9 @@ def _edit_place(s, other, d, lexicon, dice):
 def _edit_keep(s, other, d, lexicon, dice):
     if not s.things or not other.things: return None
     p, q = dice.choice(s.things), dice.choice(other.things)
-    rest = _put(other.text, q.start, q.end, dice.choice(("the ", "this ")) + p.noun)
+    if p.noun in {t.noun for t in other.things if t != q}: return None
+    begin = phrases(other.text)[0].place_start      # without "there is" or "a picture of"
+    rest = _put(other.text, q.start, q.end, dice.choice(("the ", "this ")) + p.noun)[begin:]
     return Edit("keep", s.text, _put(other.text, q.start, q.end, p.say()), {"noun": p.noun, "rest": rest})
 
 def _edit_only(s, other, d, lexicon, dice):
@@ -172,7 +191,7 @@ def _edit_only(s, other, d, lexicon, dice):
 _EDITS = {"attribute": (4, _edit_attribute), "replace": (4, _edit_replace), "add": (3, _edit_add), "remove": (3, _edit_remove),
           "place": (2, _edit_place), "keep": (1, _edit_keep), "only": (1, _edit_only)}     # kind: (share, edit)
 
-# %% ../nbs/04_counterfactuals.ipynb #c35e9e21
+# %% ../nbs/04_counterfactuals.ipynb #9db46f47
 WORDINGS = {kind: text.split(" | ") for kind, text in {
     "attribute": "turn the {noun} {new} | the {noun}, but {new} | {new} {noun} instead | let the {noun} be {new} | the {noun} has become {new} | {a_new} {noun} this time | "
         "I want the {noun} {new} | give me {a_new} {noun} | {new} rather than {old} for the {noun} | the {old} {noun} becomes {new} | {a_new} {noun} where it was {old} | "
@@ -186,14 +205,17 @@ WORDINGS = {kind: text.split(" | ") for kind, text in {
         "let the {noun} be {new} | {new} takes the place of the {noun} | change the {noun} into {new} | the {noun} has become {new} | {new} for the {noun} | no {noun} but {new} | "
         "{new} in place of the {noun} | put {new} where the {noun} is | trade the {noun} for {new} | substitute {new} for the {noun} | the {noun} is now {new} | "
         "the {noun} turns into {new} | not {a_noun} any more, {new} | make it {new}, not {a_noun} | {new}, with the {noun} gone | there is {new} where the {noun} stood | "
-        "have {new} and not the {noun} | convert the {noun} to {new} | {new} replaces the {noun}",
+        "have {new} and not the {noun} | convert the {noun} to {new} | {new} replaces the {noun} | "
+        "the {noun} gives way to {new} | what was {a_noun} is now {new} | I would rather have {new} than {a_noun} | forget the {noun}, I need {new} | use {new} rather than {a_noun} | "
+        "{new} in the {noun}'s stead | no longer {a_noun} but {new} | out goes the {noun}, in comes {new}",
     "add": "{new} too | plus {new} | I also want {new} | now {new} appears | place {new} beside it | together with {new} | include {new} | {new} comes in | let there be {new} | "
         "and {new} | one more thing: {new} | {new} joins them | an extra thing, {new} | also {new} | insert {new} | {new} next to the rest | give it {new} as company | "
         "along with {new} | the same with {new} | there should be {new}, too | bring in {new} | has {new} now | {new} in addition | next to {new}",
     "mention": "{noun}",
     "remove": "no {noun} | no more {noun} | lose the {noun} | erase the {noun} | the {noun} has disappeared | drop the {noun} | there is no {noun} any more | everything but the {noun} | "
         "not the {noun} | leave out the {noun} | the same, minus the {noun} | get rid of the {noun} | delete the {noun} | hide the {noun} | the {noun} should not be there | "
-        "the {noun} went away | I do not want the {noun} | the {noun} is not here now | no {noun} here | throw the {noun} out | the picture has no {noun} | all the rest, no {noun}",
+        "the {noun} went away | I do not want the {noun} | the {noun} is not here now | no {noun} here | throw the {noun} out | the picture has no {noun} | all the rest, no {noun} | "
+        "cut the {noun} | the {noun} is missing | forget the {noun} | exclude the {noun} | clear the {noun} away | omit the {noun} | now the {noun} is gone | I need it free of the {noun}",
     "place": "the same {new} | take it {new} | now {new} | bring them {new} | this scene {new} | but {new} | {new} rather than {old} | not {old} but {new} | it is {new} this time | "
         "I want it {new} | {new} | set {new} | place everything {new} | let it be {new} | they are {new}, no longer {old} | {new}, please | seen {new} | the whole thing {new} | "
         "from {old} to {new} | only now {new} | it happens {new} | find them {new} | all of it {new}",
@@ -201,12 +223,24 @@ WORDINGS = {kind: text.split(" | ") for kind, text in {
     "only": "only the {noun} | just the {noun} | nothing but the {noun} | {noun} | {noun} | {noun} | the {noun} alone | the {noun} and nothing else",
 }.items()}
 
+_SLOTS = {"attribute": "noun a_noun old a_old new a_new", "attribute alone": "old a_old new a_new", "replace": "noun a_noun new", "add": "noun a_noun new", "mention": "noun a_noun",
+          "remove": "noun a_noun", "place": "old new", "keep": "noun a_noun rest", "only": "noun a_noun"}
+
+def _check_wordings(wordings: dict[str, list[str]]):
+    for kind, ways in wordings.items():
+        if kind not in WORDINGS: raise ValueError(f"wordings for {kind!r}; the kinds are {', '.join(WORDINGS)}")
+        if isinstance(ways, str) or not all(isinstance(w, str) and w.strip() for w in ways): raise ValueError(f"wordings for {kind!r}: {ways!r}; expected a list of texts that are not empty")
+        for w in ways:
+            try: unknown = {name for _, name, *_ in Formatter().parse(w) if name is not None} - set(_SLOTS[kind].split())
+            except ValueError as e: raise ValueError(f"wording {w!r} for {kind!r}: {e}") from e
+            if unknown: raise ValueError(f"wording {w!r} for {kind!r} has the slot {sorted(unknown)[0]!r}; there are: {_SLOTS[kind].replace(' ', ', ')}")
+
 def say_edit(edit: Edit, dice: random.Random, wordings: dict[str, list[str]] = WORDINGS) -> str:
     "Ask for an edit in one of many ways."
     w = edit.words
     return dice.choice(wordings[edit.kind]).format(**w, **{f"a_{k}": _a(v) for k, v in w.items() if k != "rest"})
 
-# %% ../nbs/04_counterfactuals.ipynb #d8764c81
+# %% ../nbs/04_counterfactuals.ipynb #23aab2f0
 class Counterfactual(NamedTuple):
     "A modification, and the two sentences whose difference it asks for."
     kind: str
@@ -221,23 +255,25 @@ def make_counterfactuals(decompositions: Sequence[Decomposition], per_image: int
                         ) -> list[list[Counterfactual]]: # for each caption up to `per_image`; none if nothing can be edited
     "Edit each caption in several ways, with parts of other captions."
     if per_image < 1: raise ValueError(f"per_image={per_image}; ask for at least one counterfactual of an image")
-    if wordings and (unknown := wordings.keys() - WORDINGS): raise ValueError(f"wordings for {sorted(unknown)[0]!r}; the kinds are {', '.join(WORDINGS)}")
+    _check_wordings(wordings or {})
     lexicon = lexicon or Lexicon(d.caption for d in decompositions)
-    ways = {k: v + (wordings or {}).get(k, []) for k, v in WORDINGS.items()}
-    dice, read = random.Random(seed), [lexicon.read(d.caption) for d in decompositions]
-    kinds = list(_EDITS)
-    def edit(s, d, allowed): return _EDITS[dice.choices(allowed, [_EDITS[k][0] for k in allowed])[0]][1](s, dice.choice(read), d, lexicon, dice)
-    made = []
+    ways = {k: v + list((wordings or {}).get(k, [])) for k, v in WORDINGS.items()}
+    dice, read, made = random.Random(seed), [lexicon.read(d.caption) for d in decompositions], []
+    def edit(s, d, kinds): return _EDITS[dice.choices(kinds, [_EDITS[k][0] for k in kinds])[0]][1](s, dice.choice(read), d, lexicon, dice)
     for s, d in zip(read, decompositions):
-        made.append(found := [])
+        made.append(found := {})
         for _ in range(4 * per_image):
             if len(found) == per_image: break
-            if (first := edit(s, d, kinds)) is None: continue
+            if (first := edit(s, d, list(_EDITS))) is None: continue
             text, after = say_edit(first, dice, ways), first.after
-            if first.kind not in ("keep", "only") and dice.random() < double and (second := edit(lexicon.read(after), d, ["attribute", "replace", "add", "place"])):
-                text, after = text + dice.choice((" and ", ", ", " and also ")) + say_edit(second, dice, ways), second.after
-            if first.before != after: found.append(Counterfactual(first.kind.split()[0], text, first.before, after))
-    return made
+            if first.kind not in ("keep", "only", "mention") and dice.random() < double:
+                second = edit(lexicon.read(after), d, ["attribute", "replace", "add", "place"])
+                if second and second.kind in WORDINGS.keys() - {"attribute alone", "mention"} and not _open_words(first) & _open_words(second):
+                    text, after = text + dice.choice((" and ", ", ", " and also ")) + re.sub("^(and|also) ", "", say_edit(second, dice, ways)), second.after
+            if first.before != after: found[Counterfactual(first.kind.split()[0], text, first.before, after)] = None
+    return [list(found) for found in made]
+
+def _open_words(edit: Edit) -> set[str]: return {t[0] for words in edit.words.values() for t in _tokens(words) if _open(t)}
 
 # %% ../nbs/04_counterfactuals.ipynb #3e92b27d
 def moved(v_g: torch.Tensor,        # (N, D) global features as the backbone gives them

@@ -136,7 +136,7 @@ def _contexts(batch: Batch, contexts: str):
     mean = (batch.X * batch.real[..., None]).sum(1, keepdim=True)
     return F.normalize(mean, dim=-1).expand_as(batch.X)
 
-# %% ../nbs/04_losses.ipynb #72ffd68f
+# %% ../nbs/04_losses.ipynb #1dae52a5
 def counterfactual_loss(foco: FoCo, batch: Batch, tau: float = .1) -> tuple[torch.Tensor, dict]: # loss of each counterfactual (N,), similarities for the log
     "Contrast each composed feature with its target, the picture as it is, the picture changed by half, and all other targets."
     if batch.asked is None: raise ValueError("the batch has no counterfactuals; make some with foco.counterfactuals, or leave this loss out")

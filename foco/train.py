@@ -7,9 +7,9 @@ __all__ = ['VARIANTS', 'SCALES', 'TrainConfig', 'make_config', 'check_parameters
            'cache_features', 'CheckpointError', 'save_foco', 'save_checkpoint', 'latest_checkpoint', 'load_foco',
            'load_trained', 'bundled_foco', 'project_path', 'provenance', 'batch_index', 'rate', 'train_step', 'train']
 
-# %% ../nbs/05_train.ipynb #52ac45cb
+# %% ../nbs/05_train.ipynb #eb019866
 import difflib, json, math, os, shutil, subprocess, time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -20,11 +20,11 @@ from torch.optim import AdamW
 import foco
 from .backbones import Backbone, FeatureStats, ImageFeatures, center, feature_stats, load_backbone
 from .complete import FoCo
-from .counterfactuals import make_counterfactuals, moved
+from .counterfactuals import Counterfactual, make_counterfactuals, moved
 from .data.pairs import Pairs, data_source
 from .losses import Asked, Batch, Objective, Phi, draw_pick, total_loss
 
-# %% ../nbs/05_train.ipynb #d8d12466
+# %% ../nbs/05_train.ipynb #f757371a
 @dataclass(frozen=True)
 class TrainConfig(Objective):
     "Settings of a training run; the losses' options come from `Objective`."
@@ -49,6 +49,7 @@ class TrainConfig(Objective):
     completion: str = "learned"         # "learned" | "linear": v_loc plus text instead of F_Comp (ablation 1b)
     residual: bool = False              # F_Comp sees v_g and says what to change in it (ours)
     counterfactual_pool: int = 8        # counterfactuals made for each image, from which a batch draws
+    wordings: str | None = None         # JSON file with more ways to ask for an edit, by kind; None: those of 04_counterfactuals
     batch_size: int = 512
     stage1_epochs: float = 3.
     stage2_epochs: float = 30.
@@ -70,12 +71,20 @@ class TrainConfig(Objective):
         if not (self.completion_in_stage2 or self.counterfactuals): raise ValueError("counterfactuals=0 and completion_in_stage2=False: nothing would train F_Comp; set one of them")
         if self.steps is not None and self.steps < 1: raise ValueError(f"steps={self.steps}; expected at least 1, or None for epochs")
 
-# %% ../nbs/05_train.ipynb #5c2db120
+# %% ../nbs/05_train.ipynb #d9decc68
 @patch
 def stage_steps(self: TrainConfig, n: int) -> tuple[int, int]: # steps of stage 1 and 2 on n images
     "Turn epochs into steps."
     if self.steps is not None: return self.steps, self.steps
     return tuple(max(1, round(e * (n // self.batch_size))) for e in (self.stage1_epochs, self.stage2_epochs))
+
+@patch
+def counterfactuals_of(self: TrainConfig, pairs: Pairs) -> list[list[Counterfactual]] | None: # for each image; None: not asked for
+    "Make the counterfactuals that a run with these settings draws from."
+    if not self.counterfactuals: return None
+    try: more = None if self.wordings is None else json.loads(project_path(self.wordings).read_text(encoding="utf-8"))
+    except (OSError, json.JSONDecodeError) as e: raise ValueError(f"wordings={self.wordings!r} cannot be read ({e}); expected a JSON file such as {{\"remove\": [\"no {{noun}}\"]}}") from e
+    return make_counterfactuals([replace(d, pairs=d.pairs[:self.k_max]) for d in pairs.decompositions], self.counterfactual_pool, self.seed, wordings=more)
 
 @patch
 def model_options(self: TrainConfig) -> dict:
@@ -114,7 +123,7 @@ def check_parameters(given: set[str], known: set[str]):
     unknown = sorted(n for n in given - known if not n.startswith("_"))
     if unknown: raise ValueError(f"unknown parameter {unknown[0]!r}; {_did_you_mean(unknown[0], sorted(known))}")
 
-# %% ../nbs/05_train.ipynb #0505332e
+# %% ../nbs/05_train.ipynb #2036f160
 @dataclass
 class Edits:
     "Counterfactuals of N images: raw features, from which a batch is made when it is drawn."
@@ -126,22 +135,23 @@ class Edits:
     text_mean: torch.Tensor     # (D,)
 
     def draw(self, index: torch.Tensor, n: int, generator: torch.Generator) -> Asked:
-        "Draw `n` different counterfactuals of each image, real ones first."
+        "Draw `n` different counterfactuals of each image, real ones first; all there are if they are fewer."
         order = (torch.rand(len(index), self.real.shape[1], generator=generator) - self.real[index].float()).argsort(1)[:, :n]
         m, before, after = self.texts[self.rows[index[:, None], order]].float().unbind(2)
         y, half = (moved(self.v_g[index].float(), before, after, self.image_mean, share) for share in (1., .5))
         return Asked(center(m, self.text_mean), y, half, self.real[index[:, None], order])
 
-def encode_edits(backbone: Backbone, pairs: Pairs, v_g: torch.Tensor, stats: FeatureStats, per_image: int, seed: int = 0) -> Edits: # v_g (N, D) raw
-    "Make counterfactuals of every caption and encode each different text once."
-    made, texts = make_counterfactuals(pairs.decompositions, per_image, seed), {}
-    rows, real = torch.zeros(len(made), per_image, 3, dtype=torch.long), torch.zeros(len(made), per_image, dtype=torch.bool)
+def encode_edits(backbone: Backbone, made: Sequence[Sequence[Counterfactual]], v_g: torch.Tensor, stats: FeatureStats) -> Edits: # counterfactuals of N images, v_g (N, D) raw
+    "Encode each different text of the counterfactuals once."
+    if len(made) != len(v_g): raise ValueError(f"counterfactuals of {len(made)} captions for {len(v_g)} images; expected one list for each image, in the same order")
+    pool, texts = max(map(len, made)), {}
+    if not pool: raise ValueError(f"not one of {len(made)} captions could be edited; use counterfactuals=0, or captions that name things")
+    rows, real = torch.zeros(len(made), pool, 3, dtype=torch.long), torch.zeros(len(made), pool, dtype=torch.bool)
     for i, found in enumerate(made):
         for k, c in enumerate(found): rows[i, k], real[i, k] = torch.tensor([texts.setdefault(t, len(texts)) for t in (c.text, c.before, c.after)]), True
-    if not texts: raise ValueError(f"{pairs.name}: not one of {len(made)} captions could be edited; use counterfactuals=0, or captions that name things")
     return Edits(v_g.half(), backbone.encode_texts(list(texts)).half(), rows, real, stats.image_mean, stats.text_mean)
 
-# %% ../nbs/05_train.ipynb #0f3d4f40
+# %% ../nbs/05_train.ipynb #b1bbcc12
 @dataclass
 class TrainingSet:
     "Prepared features of N images and of all their different captions."
@@ -167,16 +177,16 @@ class TrainingSet:
             X = torch.where(swap, c.gather(1, other), X)
         mix = torch.rand(B, generator=generator) * config.visual_mixing if config.visual_mixing else None
         pick = draw_pick(real, generator)
-        if config.counterfactuals and (self.edits is None or self.edits.real.shape[1] < config.counterfactuals):
-            raise ValueError(f"counterfactuals={config.counterfactuals} of each image, but this training set has {0 if self.edits is None else self.edits.real.shape[1]}; pass counterfactuals={config.counterfactual_pool} to cache_features")
+        if config.counterfactuals and self.edits is None:
+            raise ValueError(f"counterfactuals={config.counterfactuals} of each image, but this training set has none; pass config.counterfactuals_of(pairs) to cache_features")
         asked = self.edits.draw(index, config.counterfactuals, generator) if config.counterfactuals else None
         return Batch(self.images[index].to(torch.float32), self.texts[c], self.texts[X], real, pick, mix, asked)
 
-# %% ../nbs/05_train.ipynb #4dc8f14d
+# %% ../nbs/05_train.ipynb #01588fac
 def cache_features(backbone: Backbone, pairs: Pairs, center_features: bool, k_max: int | None = None,
-                   counterfactuals: int = 0, # for each image
-                   seed: int = 0) -> TrainingSet:
-    "Encode all pictures and all different captions once, and counterfactuals if there shall be any."
+                   counterfactuals: Sequence[Sequence[Counterfactual]] | None = None # of each image, from make_counterfactuals or your own
+                  ) -> TrainingSet:
+    "Encode all pictures and all different captions once, and counterfactuals if there are any."
     said = [d.pairs[:k_max] for d in pairs.decompositions]
     rows: dict[str, int] = {}
     K = max(map(len, said))
@@ -187,7 +197,7 @@ def cache_features(backbone: Backbone, pairs: Pairs, center_features: bool, k_ma
     images, texts = backbone.encode_pictures(pairs.images), backbone.encode_texts(list(rows))
     stats = feature_stats(images, texts) if center_features else None
     nothing = torch.zeros(backbone.D)
-    edits = encode_edits(backbone, pairs, images.global_, stats or FeatureStats(nothing, nothing, nothing), counterfactuals, seed) if counterfactuals else None
+    edits = None if counterfactuals is None else encode_edits(backbone, counterfactuals, images.global_, stats or FeatureStats(nothing, nothing, nothing))
     if stats is not None:
         images = ImageFeatures(center(images.global_, stats.image_mean), center(images.patches, stats.patch_mean))
         texts = center(texts, stats.text_mean)

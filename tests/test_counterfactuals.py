@@ -1,16 +1,22 @@
 """Counterfactuals: wordings that are not the benchmark's, and captions as people write them."""
+import os
 import re
+import time
 from pathlib import Path
 
 import pytest
+import torch
 
+from foco.backbones import load_backbone
+from foco.complete import FoCo
 from foco.counterfactuals import Lexicon, make_counterfactuals, phrases
 from foco.decompose import Decomposition
 from foco.toyworld import captions as world
 from foco.toyworld.benchmark import training_pairs
 from foco.toyworld.source import open_benchmark
 
-CAPTIONS = Path(__file__).resolve().parents[2] / "shared" / "captions" / "cc3m_val_captions.txt"
+BENCHMARKS = Path(os.environ.get("FOCO_BENCHMARKS") or Path(__file__).resolve().parents[2] / "shared" / "benchmarks")
+CAPTIONS = BENCHMARKS.parent / "captions" / "cc3m_val_captions.txt"
 SLOTS = {"NOUN": [w for ws in world._NOUNS.values() for w in ws], "COLOUR": [w for ws in world._COLOUR_WORDS.values() for w in ws], "SIZE": [w for ws in world._SIZE_WORDS.values() for w in ws],
          "PATTERN": [w for ws in world._PATTERN_WORDS.values() for w in ws] + [w for ws in world._PATTERN_TAILS.values() for w in ws], "PLACE": [w for ws in world._PLACES.values() for w in ws]}
 SLOT = {word: slot for slot, words in SLOTS.items() for word in words}
@@ -31,6 +37,80 @@ def test_wordings_are_not_the_benchmarks():
     theirs = {wording(part) for name in ("edits", "fashioniq", "cirr", "circo", "genecis") for q in open_benchmark(name, "val").queries for text in q.texts for part in [text, *text.split(" and ")]}
     assert len(ours) > 200 and len(theirs) > 50
     assert not ours & theirs, sorted(ours & theirs)
+
+
+def said(text): return re.findall(r"[\w'-]+", text.lower())
+
+
+@pytest.fixture(scope="module")
+def decompositions(): return training_pairs(1_000).decompositions
+
+
+def test_two_edits_do_not_contradict_each_other(decompositions):
+    "What a second edit changes, the first did not name: undoing it leaves the first one whole."
+    once, twice = (make_counterfactuals(decompositions, 8, double=p) for p in (0., 1.))
+    nouns = set(Lexicon(d.caption for d in decompositions).nouns)
+    joined = [c for found in twice for c in found if c.kind not in ("keep", "only") and re.search(r", | and | and also ", c.text)]
+    assert len(joined) > 2_000 and sum(len(found) for found in once) == sum(len(found) for found in twice) == 8_000
+    for c in joined:
+        named = [w for w in said(c.text) if w in nouns]
+        assert len(named) == len(set(named)), c.text
+
+
+def test_remove_removes_and_keep_keeps_one(decompositions):
+    nouns, seen = set(Lexicon(d.caption for d in decompositions).nouns), {"remove": 0, "keep": 0}
+    for c in (c for found in make_counterfactuals(decompositions, 8, double=0) for c in found):
+        if c.kind == "remove":
+            gone = nouns & set(said(c.text))
+            assert len(gone) == 1 and not gone & {p.noun for p in phrases(c.after)}, c
+        if c.kind == "keep":
+            kept = {p.noun for p in phrases(c.before)} & {p.noun for p in phrases(c.after)}
+            assert any([p.noun for p in phrases(c.after)].count(noun) == 1 for noun in kept), c
+            assert not re.search(r"^there is|(want|:|time|but now) there is|picture of", c.text), c
+        seen[c.kind] = seen.get(c.kind, 0) + 1
+    assert min(seen.values()) > 100
+
+
+def test_no_image_is_asked_the_same_twice(decompositions):
+    assert all(len(found) == len(set(found)) for found in make_counterfactuals(decompositions, 8))
+
+
+@pytest.mark.parametrize("wordings, message", [
+    ({"rmove": ["no {noun}"]}, "the kinds are"), ({"remove": ["no {nuon}"]}, "slot 'nuon'; there are: noun, a_noun"), ({"remove": ["no {noun"]}, "expected '}'"), ({"remove": ["no {old}"]}, "there are: noun"),
+    ({"replace": ["{a_new}"]}, "slot 'a_new'"), ({"remove": "no {noun}"}, "a list of texts"), ({"remove": [" "]}, "not empty"), ({"add": ["{}"]}, "slot ''")], ids=str)
+def test_wrong_wordings_are_refused_before_anything_is_made(wordings, message):
+    with pytest.raises(ValueError, match=re.escape(message)): make_counterfactuals([], wordings=wordings)
+
+
+def test_another_lexicon_is_used(decompositions):
+    "One that knows a single noun, and no looks."
+    class Boats(Lexicon):
+        def __init__(self): super().__init__([]); self.nouns = ["boat"]
+    made = [c for found in make_counterfactuals(decompositions[:100], 4, double=0, lexicon=Boats()) for c in found]
+    assert {c.kind for c in made} >= {"replace", "only"} and not [c for c in made if c.kind in ("attribute", "place")]
+    assert any("boat" in c.after and "boat" not in c.before for c in made if c.kind == "replace")
+
+
+def test_the_pairs_of_rare_looks_are_not_compared():
+    "Fifty thousand looks, most of them said once: comparing all with all would take a billion steps."
+    common = [f"a {size} {colour} {noun}" for size in ("big", "small") for colour in ("red", "blue") for noun in map("ball{}".format, range(2_500))]
+    began = time.process_time()
+    lexicon = Lexicon(common + [f"a big look{i} ball1" for i in range(50_000)])
+    assert lexicon.alternatives["red"] == ["blue"] and lexicon.alternatives["big"] == ["small"] and time.process_time() - began < 30
+
+
+@pytest.mark.parametrize("options", [{}, {"use_background": False}, {"blocks": 0}, {"use_background": False, "blocks": 0}, {"inference_background": False}], ids=str)
+def test_an_untrained_residual_model_returns_the_picture(options):
+    torch.manual_seed(0)
+    backbone = load_backbone("tiny-clip", device="cpu")
+    images = backbone.encode_pictures(training_pairs(4).images)
+    model = FoCo(backbone.D, None, residual=True, **options).eval()
+    texts = torch.nn.functional.normalize(torch.randn(4, 3, backbone.D), dim=-1)
+    with torch.no_grad():
+        h = model(texts, texts, model.prepare_images(images))
+        assert torch.allclose(h, torch.nn.functional.normalize(images.global_, dim=-1)[:, None].expand_as(h), atol=1e-5)
+        torch.nn.init.normal_(model.completer.out.weight)
+        assert (model(texts, texts, model.prepare_images(images)) - h).abs().max() > .01
 
 
 def test_the_whole_pipeline_knows_no_toyworld():

@@ -6,6 +6,7 @@ import pytest
 import torch
 import foco.train as T
 from foco.backbones import ImageFeatures, load_backbone
+from foco.counterfactuals import make_counterfactuals
 from foco.data.pairs import data_source
 from foco.train import (CheckpointError, bundled_foco, cache_features, latest_checkpoint, load_foco, load_trained, make_config, train)
 
@@ -15,7 +16,9 @@ def backbone(): return load_backbone("tiny-clip")
 
 
 @pytest.fixture(scope="module")
-def training(backbone): return cache_features(backbone, data_source("toyworld").training_pairs(64), True, counterfactuals=8)
+def training(backbone):
+    pairs = data_source("toyworld").training_pairs(64)
+    return cache_features(backbone, pairs, True, counterfactuals=make_counterfactuals(pairs.decompositions))
 
 
 def config(**given): return make_config(n_images=64, batch_size=8, steps=6, **given)
@@ -104,7 +107,33 @@ def test_every_setting_runs(backbone, training, tmp_path, given):
 
 
 def test_counterfactuals_that_were_not_made(backbone, training, tmp_path):
-    with pytest.raises(ValueError, match="this training set has 0; pass counterfactuals=8 to cache_features"): train(backbone, replace(training, edits=None), config(), tmp_path)
+    with pytest.raises(ValueError, match="this training set has none; pass config.counterfactuals_of"): train(backbone, replace(training, edits=None), config(), tmp_path)
+
+
+def test_drawing_counterfactuals(training):
+    "Deterministic; all of the pool if as many are asked for; never one twice."
+    g = lambda seed: torch.Generator().manual_seed(seed)
+    index, pool = torch.tensor([3, 5, 8]), training.edits.real.shape[1]
+    once, again, other = (training.edits.draw(index, 4, g(s)) for s in (1, 1, 2))
+    assert all(torch.equal(a, b) for a, b in zip(once, again)) and not torch.equal(once.m, other.m)
+    a, b = (training.edits.draw(index, pool, g(s)) for s in (1, 2))
+    for x, y in zip(a.m, b.m): assert torch.cdist(x, y).min(1).values.max() < 1e-3 and torch.cdist(y, x).min(1).values.max() < 1e-3
+    assert training.edits.draw(index, 2, g(1)).m.shape[1] == 2
+
+
+def test_wordings_and_k_max_reach_the_counterfactuals(tmp_path):
+    pairs = data_source("toyworld").training_pairs(60)
+    (tmp_path / "mine.json").write_text(json.dumps({"remove": ["xyzzy {noun}"] * 500}), encoding="utf-8")
+    texts = [c.text for found in config(wordings=str(tmp_path / "mine.json")).counterfactuals_of(pairs) for c in found]
+    assert sum(t.startswith("xyzzy") for t in texts) > 20
+    assert config(counterfactuals=0, completion_in_stage2=True).counterfactuals_of(pairs) is None
+    gone = {k: {(i, c.after) for i, found in enumerate(config(k_max=k).counterfactuals_of(pairs)) for c in found if c.kind == "remove"} for k in (None, 1)}
+    first = {(i, d.pairs[0][1]) for i, d in enumerate(pairs.decompositions)}
+    contexts = {(i, x) for i, d in enumerate(pairs.decompositions) for x in d.contexts}
+    assert gone[1] & contexts <= first and not gone[None] & contexts <= first
+    with pytest.raises(ValueError, match="nowhere.json' cannot be read"): config(wordings="nowhere.json").counterfactuals_of(pairs)
+    (tmp_path / "mine.json").write_text("{", encoding="utf-8")
+    with pytest.raises(ValueError, match="expected a JSON file such as"): config(wordings=str(tmp_path / "mine.json")).counterfactuals_of(pairs)
 
 
 def test_k_max(backbone):
