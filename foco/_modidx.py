@@ -669,6 +669,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                 'foco.visualize._picture_panel': ('visualize.html#_picture_panel', 'foco/visualize.py'),
                                 'foco.visualize._result_panel': ('visualize.html#_result_panel', 'foco/visualize.py'),
                                 'foco.visualize._row': ('visualize.html#_row', 'foco/visualize.py'),
+                                'foco.visualize._signed': ('visualize.html#_signed', 'foco/visualize.py'),
                                 'foco.visualize._spread': ('visualize.html#_spread', 'foco/visualize.py'),
                                 'foco.visualize._text_panel': ('visualize.html#_text_panel', 'foco/visualize.py'),
                                 'foco.visualize._wrapped': ('visualize.html#_wrapped', 'foco/visualize.py'),

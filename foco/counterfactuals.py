@@ -191,7 +191,7 @@ def _edit_only(s, other, d, lexicon, dice):
 _EDITS = {"attribute": (4, _edit_attribute), "replace": (4, _edit_replace), "add": (3, _edit_add), "remove": (3, _edit_remove),
           "place": (2, _edit_place), "keep": (1, _edit_keep), "only": (1, _edit_only)}     # kind: (share, edit)
 
-# %% ../nbs/04_counterfactuals.ipynb #9db46f47
+# %% ../nbs/04_counterfactuals.ipynb #cb741b67
 WORDINGS = {kind: text.split(" | ") for kind, text in {
     "attribute": "turn the {noun} {new} | the {noun}, but {new} | {new} {noun} instead | let the {noun} be {new} | the {noun} has become {new} | {a_new} {noun} this time | "
         "I want the {noun} {new} | give me {a_new} {noun} | {new} rather than {old} for the {noun} | the {old} {noun} becomes {new} | {a_new} {noun} where it was {old} | "
@@ -227,20 +227,22 @@ _SLOTS = {"attribute": "noun a_noun old a_old new a_new", "attribute alone": "ol
           "remove": "noun a_noun", "place": "old new", "keep": "noun a_noun rest", "only": "noun a_noun"}
 
 def _check_wordings(wordings: dict[str, list[str]]):
+    if not isinstance(wordings, dict): raise ValueError(f"wordings is a {type(wordings).__name__}; expected kinds with lists of texts, such as {{'remove': ['no {{noun}}']}}")
     for kind, ways in wordings.items():
         if kind not in WORDINGS: raise ValueError(f"wordings for {kind!r}; the kinds are {', '.join(WORDINGS)}")
-        if isinstance(ways, str) or not all(isinstance(w, str) and w.strip() for w in ways): raise ValueError(f"wordings for {kind!r}: {ways!r}; expected a list of texts that are not empty")
+        if not isinstance(ways, (list, tuple)) or not all(isinstance(w, str) and w.strip() for w in ways): raise ValueError(f"wordings for {kind!r}: {ways!r}; expected a list of texts that are not empty")
         for w in ways:
-            try: unknown = {name for _, name, *_ in Formatter().parse(w) if name is not None} - set(_SLOTS[kind].split())
+            try: parts = [(name, how) for _, name, *how in Formatter().parse(w) if name is not None]
             except ValueError as e: raise ValueError(f"wording {w!r} for {kind!r}: {e}") from e
-            if unknown: raise ValueError(f"wording {w!r} for {kind!r} has the slot {sorted(unknown)[0]!r}; there are: {_SLOTS[kind].replace(' ', ', ')}")
+            if any(any(how) for _, how in parts): raise ValueError(f"wording {w!r} for {kind!r}: a slot is a name in braces, without format or conversion")
+            if unknown := {name for name, _ in parts} - set(_SLOTS[kind].split()): raise ValueError(f"wording {w!r} for {kind!r} has the slot {sorted(unknown)[0]!r}; there are: {_SLOTS[kind].replace(' ', ', ')}")
 
 def say_edit(edit: Edit, dice: random.Random, wordings: dict[str, list[str]] = WORDINGS) -> str:
     "Ask for an edit in one of many ways."
     w = edit.words
     return dice.choice(wordings[edit.kind]).format(**w, **{f"a_{k}": _a(v) for k, v in w.items() if k != "rest"})
 
-# %% ../nbs/04_counterfactuals.ipynb #23aab2f0
+# %% ../nbs/04_counterfactuals.ipynb #a69ba448
 class Counterfactual(NamedTuple):
     "A modification, and the two sentences whose difference it asks for."
     kind: str
@@ -249,13 +251,14 @@ class Counterfactual(NamedTuple):
     after: str
 
 def make_counterfactuals(decompositions: Sequence[Decomposition], per_image: int = 8, seed: int = 0,
-                         double: float = .25,                               # chance of a second edit
+                         double: float = .25,                               # chance that a second edit is tried; about a third of the tries succeed
                          lexicon: Lexicon | None = None,                    # None: made from these captions
                          wordings: dict[str, list[str]] | None = None       # more ways to ask, by kind
                         ) -> list[list[Counterfactual]]: # for each caption up to `per_image`; none if nothing can be edited
     "Edit each caption in several ways, with parts of other captions."
     if per_image < 1: raise ValueError(f"per_image={per_image}; ask for at least one counterfactual of an image")
-    _check_wordings(wordings or {})
+    if not 0 <= double <= 1: raise ValueError(f"double={double}; expected a chance between 0 and 1")
+    _check_wordings({} if wordings is None else wordings)
     lexicon = lexicon or Lexicon(d.caption for d in decompositions)
     ways = {k: v + list((wordings or {}).get(k, [])) for k, v in WORDINGS.items()}
     dice, read, made = random.Random(seed), [lexicon.read(d.caption) for d in decompositions], []

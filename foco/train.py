@@ -24,7 +24,7 @@ from .counterfactuals import Counterfactual, make_counterfactuals, moved
 from .data.pairs import Pairs, data_source
 from .losses import Asked, Batch, Objective, Phi, draw_pick, total_loss
 
-# %% ../nbs/05_train.ipynb #f757371a
+# %% ../nbs/05_train.ipynb #51b1cd79
 @dataclass(frozen=True)
 class TrainConfig(Objective):
     "Settings of a training run; the losses' options come from `Objective`."
@@ -48,7 +48,7 @@ class TrainConfig(Objective):
     inference_background: bool = True   # does the background take part at inference?
     completion: str = "learned"         # "learned" | "linear": v_loc plus text instead of F_Comp (ablation 1b)
     residual: bool = False              # F_Comp sees v_g and says what to change in it (ours)
-    counterfactual_pool: int = 8        # counterfactuals made for each image, from which a batch draws
+    counterfactual_pool: int = 8        # counterfactuals made for each image, from which a batch draws; all of them every time if the two numbers are equal
     wordings: str | None = None         # JSON file with more ways to ask for an edit, by kind; None: those of 04_counterfactuals
     batch_size: int = 512
     stage1_epochs: float = 3.
@@ -66,12 +66,15 @@ class TrainConfig(Objective):
         for name in ("partial_context", "visual_mixing"):
             if not 0 <= getattr(self, name) <= 1: raise ValueError(f"{name}={getattr(self, name)}; expected a share between 0 and 1")
             if getattr(self, name) and not self.completion_in_stage2: raise ValueError(f"{name} acts in the completion loss only; with completion_in_stage2=False set {name}=0")
+        for name, usual in (("completion_negatives", "cross"), ("negative_focus", "other"), ("contexts", "each")):
+            if getattr(self, name) != usual and not self.completion_in_stage2: raise ValueError(f"{name}={getattr(self, name)!r} acts in the completion loss only; with completion_in_stage2=False leave it {usual!r}")
         if not 0 <= self.counterfactuals <= self.counterfactual_pool:
             raise ValueError(f"counterfactuals={self.counterfactuals} of each image, but counterfactual_pool={self.counterfactual_pool}; a batch cannot draw more than are made")
+        if self.wordings is not None and not self.counterfactuals: raise ValueError(f"wordings={self.wordings!r} are for counterfactuals; with counterfactuals=0 leave it None")
         if not (self.completion_in_stage2 or self.counterfactuals): raise ValueError("counterfactuals=0 and completion_in_stage2=False: nothing would train F_Comp; set one of them")
         if self.steps is not None and self.steps < 1: raise ValueError(f"steps={self.steps}; expected at least 1, or None for epochs")
 
-# %% ../nbs/05_train.ipynb #d9decc68
+# %% ../nbs/05_train.ipynb #58daadc0
 @patch
 def stage_steps(self: TrainConfig, n: int) -> tuple[int, int]: # steps of stage 1 and 2 on n images
     "Turn epochs into steps."
@@ -83,7 +86,7 @@ def counterfactuals_of(self: TrainConfig, pairs: Pairs) -> list[list[Counterfact
     "Make the counterfactuals that a run with these settings draws from."
     if not self.counterfactuals: return None
     try: more = None if self.wordings is None else json.loads(project_path(self.wordings).read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError) as e: raise ValueError(f"wordings={self.wordings!r} cannot be read ({e}); expected a JSON file such as {{\"remove\": [\"no {{noun}}\"]}}") from e
+    except (OSError, ValueError) as e: raise ValueError(f"wordings={self.wordings!r} cannot be read ({e}); expected a JSON file such as {{\"remove\": [\"no {{noun}}\"]}}") from e
     return make_counterfactuals([replace(d, pairs=d.pairs[:self.k_max]) for d in pairs.decompositions], self.counterfactual_pool, self.seed, wordings=more)
 
 @patch
@@ -123,7 +126,7 @@ def check_parameters(given: set[str], known: set[str]):
     unknown = sorted(n for n in given - known if not n.startswith("_"))
     if unknown: raise ValueError(f"unknown parameter {unknown[0]!r}; {_did_you_mean(unknown[0], sorted(known))}")
 
-# %% ../nbs/05_train.ipynb #2036f160
+# %% ../nbs/05_train.ipynb #d7a7a7fd
 @dataclass
 class Edits:
     "Counterfactuals of N images: raw features, from which a batch is made when it is drawn."
@@ -144,7 +147,7 @@ class Edits:
 def encode_edits(backbone: Backbone, made: Sequence[Sequence[Counterfactual]], v_g: torch.Tensor, stats: FeatureStats) -> Edits: # counterfactuals of N images, v_g (N, D) raw
     "Encode each different text of the counterfactuals once."
     if len(made) != len(v_g): raise ValueError(f"counterfactuals of {len(made)} captions for {len(v_g)} images; expected one list for each image, in the same order")
-    pool, texts = max(map(len, made)), {}
+    pool, texts = max(map(len, made), default=0), {}
     if not pool: raise ValueError(f"not one of {len(made)} captions could be edited; use counterfactuals=0, or captions that name things")
     rows, real = torch.zeros(len(made), pool, 3, dtype=torch.long), torch.zeros(len(made), pool, dtype=torch.bool)
     for i, found in enumerate(made):

@@ -371,12 +371,14 @@ def _methods_axis(ax, methods, above=0.): # one line a method, the first at the 
     ax.tick_params(axis="y", length=0, labelsize=FONT); ax.spines["left"].set_visible(False)
     for n in range(len(methods)): ax.axhline(n, color="#E5E5E5", lw=.8, zorder=0)
 
-# %% ../nbs/07_visualize.ipynb #876d7318
+# %% ../nbs/07_visualize.ipynb #3c1a7c7e
 def similarities_table(table: pd.DataFrame) -> pd.DataFrame: # by method and goal: quartiles and count
     "Summarise the cosines of composed features with reference, text and target."
     _need(table, ("method", "to", "cosine"), "similarities")
     groups = table.groupby(["method", "to"], sort=False)["cosine"]
     return pd.DataFrame({"median": groups.median(), "quarter": groups.quantile(.25), "three quarters": groups.quantile(.75), "queries": groups.size()})
+
+def _signed(x: float) -> str: return f"{round(x, 2) + 0.:.2f}".replace("-", "\N{MINUS SIGN}") # no minus before a zero
 
 @styled
 def plot_similarities(table: pd.DataFrame) -> PaperFigure: # columns method, to, cosine
@@ -392,7 +394,7 @@ def plot_similarities(table: pd.DataFrame) -> PaperFigure: # columns method, to,
             ax.plot(x, n + jitter.uniform(-.25, .25, len(x)), ".", ms=4.5, alpha=.55, color=colour, mec="none")
             if (method, goal) in medians:
                 ax.plot([medians[method, goal]] * 2, [n - .34, n + .34], color="black", lw=2)
-                ax.text(medians[method, goal], n - .36, f"{medians[method, goal]:.2f}", ha="center", va="bottom")
+                ax.text(medians[method, goal], n - .36, _signed(medians[method, goal]), ha="center", va="bottom")
         ax.set_xlabel("cosine"); ax.xaxis.set_major_locator(MultipleLocator(.5)); ax.xaxis.set_minor_locator(MultipleLocator(.1))
     return fig
 
@@ -468,7 +470,7 @@ def history_table(log: Sequence[Mapping]) -> pd.DataFrame: # (stage, quantity) -
             if len(x): rows[stage, name] = {"begin": x.iloc[:tenth].mean(), "end": x.iloc[-tenth:].mean(), "lowest": x.min(), "highest": x.max()}
     return pd.DataFrame(rows).T.rename_axis(["stage", "quantity"]) if rows else pd.DataFrame(columns=["begin", "end", "lowest", "highest"])
 
-# %% ../nbs/07_visualize.ipynb #98e02a02
+# %% ../nbs/07_visualize.ipynb #65e91e7b
 def _curve(ax, at, x, **kwargs): # a moving mean over a fiftieth of the log; the single values shine through
     width = max(1, len(x) // 50)
     if width > 1: ax.plot(at, x, lw=.6, alpha=.25, color=kwargs["color"])
@@ -490,7 +492,7 @@ def plot_history(log: Sequence[Mapping],    # entries with step, stage, loss and
             short = len(part) < len(table) / 5 and not n         # no room to the right of its line: end there
             ax.text(part["at"].iloc[-1 if short else 0], 1.01, f" stage {stage:g} ", transform=ax.get_xaxis_transform(), color=GREY, va="bottom", ha="right" if short else "left")
     right.axhline(0, color="#E5E5E5", lw=.8, zorder=0)
-    left.set(xlabel="step", ylabel="loss per image"); right.set(xlabel="step", ylabel="mean cosine")
+    left.set(xlabel="step", ylabel="loss"); right.set(xlabel="step", ylabel="mean cosine")
     entries = dict(zip(*reversed(right.get_legend_handles_labels())))
     if entries: right.legend(entries.values(), entries.keys(), loc="center left", bbox_to_anchor=(1, .5))
     return fig

@@ -95,8 +95,8 @@ def test_misspelled_weights_are_refused(backbone, training, tmp_path):
     with pytest.raises(RuntimeError, match="typo"): load_foco(tmp_path / "foco", backbone)
 
 
-@pytest.mark.parametrize("given", [{"form": "infonce"}, {"aggregation_negatives": "naive"}, {"completion_negatives": "naive"}, {"negative_focus": "own"},
-    {"contexts": "pooled"}, {"aggregation_in_stage2": False}, {"bias": "none"}, {"bias": "learned"}, {"query": "text"}, {"attention": "dot"}, {"attention": "mask"}, {"completion": "linear"}, {"blocks": 0},
+@pytest.mark.parametrize("given", [{"form": "infonce"}, {"aggregation_negatives": "naive"}, {"variant": "centred", "completion_negatives": "naive"}, {"variant": "centred", "negative_focus": "own"},
+    {"variant": "centred", "contexts": "pooled"}, {"aggregation_in_stage2": False}, {"bias": "none"}, {"bias": "learned"}, {"query": "text"}, {"attention": "dot"}, {"attention": "mask"}, {"completion": "linear"}, {"blocks": 0},
     {"use_background": False}, {"start": "random"}, {"inference_background": False}, {"variant": "centred", "partial_context": 0.}, {"variant": "centred", "visual_mixing": .5}, {"variant": "paper"}, {"expand": 1},
     {"heads": 4}, {"stage1_epochs": .5}, {"weight_decay": 0.}, {"residual": False}, {"counterfactuals": 1}, {"counterfactuals": 0, "completion_in_stage2": True}, {"completion_in_stage2": True},
     {"variant": "centred"}], ids=str)
