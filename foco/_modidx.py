@@ -629,6 +629,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                             'foco.train.TrainingSet': ('train.html#trainingset', 'foco/train.py'),
                             'foco.train.TrainingSet.__len__': ('train.html#trainingset.__len__', 'foco/train.py'),
                             'foco.train.TrainingSet.batch': ('train.html#trainingset.batch', 'foco/train.py'),
+                            'foco.train._check_settings': ('train.html#_check_settings', 'foco/train.py'),
                             'foco.train._did_you_mean': ('train.html#_did_you_mean', 'foco/train.py'),
                             'foco.train._load_optimizer': ('train.html#_load_optimizer', 'foco/train.py'),
                             'foco.train._optimizer': ('train.html#_optimizer', 'foco/train.py'),

@@ -191,7 +191,7 @@ def _edit_only(s, other, d, lexicon, dice):
 _EDITS = {"attribute": (4, _edit_attribute), "replace": (4, _edit_replace), "add": (3, _edit_add), "remove": (3, _edit_remove),
           "place": (2, _edit_place), "keep": (1, _edit_keep), "only": (1, _edit_only)}     # kind: (share, edit)
 
-# %% ../nbs/04_counterfactuals.ipynb #cb741b67
+# %% ../nbs/04_counterfactuals.ipynb #52905c37
 WORDINGS = {kind: text.split(" | ") for kind, text in {
     "attribute": "turn the {noun} {new} | the {noun}, but {new} | {new} {noun} instead | let the {noun} be {new} | the {noun} has become {new} | {a_new} {noun} this time | "
         "I want the {noun} {new} | give me {a_new} {noun} | {new} rather than {old} for the {noun} | the {old} {noun} becomes {new} | {a_new} {noun} where it was {old} | "
@@ -223,6 +223,7 @@ WORDINGS = {kind: text.split(" | ") for kind, text in {
     "only": "only the {noun} | just the {noun} | nothing but the {noun} | {noun} | {noun} | {noun} | the {noun} alone | the {noun} and nothing else",
 }.items()}
 
+# %% ../nbs/04_counterfactuals.ipynb #4edea3dd
 _SLOTS = {"attribute": "noun a_noun old a_old new a_new", "attribute alone": "old a_old new a_new", "replace": "noun a_noun new", "add": "noun a_noun new", "mention": "noun a_noun",
           "remove": "noun a_noun", "place": "old new", "keep": "noun a_noun rest", "only": "noun a_noun"}
 

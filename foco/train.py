@@ -24,7 +24,7 @@ from .counterfactuals import Counterfactual, make_counterfactuals, moved
 from .data.pairs import Pairs, data_source
 from .losses import Asked, Batch, Objective, Phi, draw_pick, total_loss
 
-# %% ../nbs/05_train.ipynb #51b1cd79
+# %% ../nbs/05_train.ipynb #47f9789d
 @dataclass(frozen=True)
 class TrainConfig(Objective):
     "Settings of a training run; the losses' options come from `Objective`."
@@ -60,19 +60,22 @@ class TrainConfig(Objective):
     weight_decay: float = .01
     seed: int = 0
 
-    def __post_init__(self):
-        if self.batch_size < 2: raise ValueError(f"batch_size={self.batch_size}: the losses contrast different images; use at least 2")
-        if self.n_images < self.batch_size: raise ValueError(f"n_images={self.n_images} is less than one batch of {self.batch_size}; lower batch_size or raise n_images")
-        for name in ("partial_context", "visual_mixing"):
-            if not 0 <= getattr(self, name) <= 1: raise ValueError(f"{name}={getattr(self, name)}; expected a share between 0 and 1")
-            if getattr(self, name) and not self.completion_in_stage2: raise ValueError(f"{name} acts in the completion loss only; with completion_in_stage2=False set {name}=0")
-        for name, usual in (("completion_negatives", "cross"), ("negative_focus", "other"), ("contexts", "each")):
-            if getattr(self, name) != usual and not self.completion_in_stage2: raise ValueError(f"{name}={getattr(self, name)!r} acts in the completion loss only; with completion_in_stage2=False leave it {usual!r}")
-        if not 0 <= self.counterfactuals <= self.counterfactual_pool:
-            raise ValueError(f"counterfactuals={self.counterfactuals} of each image, but counterfactual_pool={self.counterfactual_pool}; a batch cannot draw more than are made")
-        if self.wordings is not None and not self.counterfactuals: raise ValueError(f"wordings={self.wordings!r} are for counterfactuals; with counterfactuals=0 leave it None")
-        if not (self.completion_in_stage2 or self.counterfactuals): raise ValueError("counterfactuals=0 and completion_in_stage2=False: nothing would train F_Comp; set one of them")
-        if self.steps is not None and self.steps < 1: raise ValueError(f"steps={self.steps}; expected at least 1, or None for epochs")
+    def __post_init__(self): _check_settings(self)
+
+# %% ../nbs/05_train.ipynb #826ea227
+def _check_settings(c: TrainConfig):
+    if c.batch_size < 2: raise ValueError(f"batch_size={c.batch_size}: the losses contrast different images; use at least 2")
+    if c.n_images < c.batch_size: raise ValueError(f"n_images={c.n_images} is less than one batch of {c.batch_size}; lower batch_size or raise n_images")
+    for name in ("partial_context", "visual_mixing"):
+        if not 0 <= getattr(c, name) <= 1: raise ValueError(f"{name}={getattr(c, name)}; expected a share between 0 and 1")
+        if getattr(c, name) and not c.completion_in_stage2: raise ValueError(f"{name} acts in the completion loss only; with completion_in_stage2=False set {name}=0")
+    for name, usual in (("completion_negatives", "cross"), ("negative_focus", "other"), ("contexts", "each")):
+        if getattr(c, name) != usual and not c.completion_in_stage2: raise ValueError(f"{name}={getattr(c, name)!r} acts in the completion loss only; with completion_in_stage2=False leave it {usual!r}")
+    if not 0 <= c.counterfactuals <= c.counterfactual_pool:
+        raise ValueError(f"counterfactuals={c.counterfactuals} of each image, but counterfactual_pool={c.counterfactual_pool}; a batch cannot draw more than are made")
+    if c.wordings is not None and not c.counterfactuals: raise ValueError(f"wordings={c.wordings!r} are for counterfactuals; with counterfactuals=0 leave it None")
+    if not (c.completion_in_stage2 or c.counterfactuals): raise ValueError("counterfactuals=0 and completion_in_stage2=False: nothing would train F_Comp; set one of them")
+    if c.steps is not None and c.steps < 1: raise ValueError(f"steps={c.steps}; expected at least 1, or None for epochs")
 
 # %% ../nbs/05_train.ipynb #58daadc0
 @patch
