@@ -5,13 +5,14 @@
 # %% auto #0
 __all__ = ['Block', 'Completer', 'FoCo', 'FoCoComposer']
 
-# %% ../nbs/03_complete.ipynb #8c34135b
+# %% ../nbs/03_complete.ipynb #ef74b3f0
 import math
 import torch
 import torch.nn.functional as F
 from torch import nn
 from .aggregate import Aggregator, mlp
 from .backbones import Backbone, FeatureStats, ImageFeatures, center
+from .decompose import Decomposer
 
 # %% ../nbs/03_complete.ipynb #e29af44f
 class Block(nn.Module):
@@ -100,20 +101,29 @@ class FoCo(nn.Module):
         if mix is not None: seen = [F.normalize(torch.lerp(v, v.roll(1, 0), mix[:, None, None]), dim=-1) for v in seen]
         return self.complete(X.flatten(0, 1), *(v.flatten(0, 1) for v in (*seen, images.global_[:, None].expand_as(c)))).view_as(c)
 
-# %% ../nbs/03_complete.ipynb #e2b28086
+# %% ../nbs/03_complete.ipynb #902e6391
 class FoCoComposer:
     "A `Composer`: composes queries in the space in which it ranks the gallery."
-    def __init__(self, foco: FoCo, backbone: Backbone, name: str = "FoCo"):
-        self.foco, self.backbone, self.name = foco.eval(), backbone, name
+    def __init__(self, foco: FoCo, backbone: Backbone, name: str = "FoCo",
+                 decompose: Decomposer | None = None): # splits modifications before they are composed; None: they are used whole
+        self.foco, self.backbone, self.name, self.decompose = foco.eval(), backbone, name, decompose
 
     @torch.inference_mode()
-    def compose(self, images: ImageFeatures, texts: list[str]): # B references, B modifications -> (B, D), unit rows
-        "Compose each reference with its modification: T_m is anchor and context."
-        T_m = self.encode_texts(texts)
-        images = self.foco.prepare_images(images)
-        focus = self.foco.aggregator(T_m[:, None], images)
-        around = focus.background[:, 0] if self.foco.inference_background else None
-        return self.foco.complete(T_m, focus.local[:, 0], around, images.global_)
+    def compose(self, images: ImageFeatures, texts: list[str], decompose: Decomposer | None = None): # B references, B modifications -> (B, D), unit rows
+        "Compose each reference with its modification: T_m is anchor and context, or the mean over the pairs that `decompose` makes of it."
+        images, decompose = self.foco.prepare_images(images), decompose or self.decompose
+        if decompose is None:
+            T_m = self.encode_texts(texts)
+            return self._complete(T_m, T_m, images)
+        pairs = [o.pairs or ((t, t),) for t, o in zip(texts, decompose(texts))]             # what cannot be split is used whole
+        of = torch.tensor([n for n, p in enumerate(pairs) for _ in p], device=images.global_.device)
+        c, X = (self.encode_texts(list(said)) for said in zip(*(pair for p in pairs for pair in p)))
+        h = self._complete(c, X, images[of])
+        return F.normalize(torch.zeros_like(images.global_).index_add(0, of, h), dim=-1)
+
+    def _complete(self, c, X, images: ImageFeatures): # (N, D), (N, D), N prepared images -> (N, D)
+        focus = self.foco.aggregator(c[:, None], images)
+        return self.foco.complete(X, focus.local[:, 0], focus.background[:, 0] if self.foco.inference_background else None, images.global_)
 
     def encode_gallery(self, global_): # (G, D) global features -> (G, D), unit rows
         "Prepare gallery features as the targets of training were."

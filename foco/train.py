@@ -7,7 +7,7 @@ __all__ = ['VARIANTS', 'SCALES', 'TrainConfig', 'make_config', 'check_parameters
            'cache_features', 'CheckpointError', 'save_foco', 'save_checkpoint', 'latest_checkpoint', 'load_foco',
            'load_trained', 'bundled_foco', 'project_path', 'provenance', 'batch_index', 'rate', 'train_step', 'train']
 
-# %% ../nbs/05_train.ipynb #eb019866
+# %% ../nbs/05_train.ipynb #c19a539b
 import difflib, json, math, os, shutil, subprocess, time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -22,9 +22,10 @@ from .backbones import Backbone, FeatureStats, ImageFeatures, center, feature_st
 from .complete import FoCo
 from .counterfactuals import Counterfactual, make_counterfactuals, moved
 from .data.pairs import Pairs, data_source
+from .decomposers.store import Store, redecompose
 from .losses import Asked, Batch, Objective, Phi, draw_pick, total_loss
 
-# %% ../nbs/05_train.ipynb #47f9789d
+# %% ../nbs/05_train.ipynb #e59a1fcc
 @dataclass(frozen=True)
 class TrainConfig(Objective):
     "Settings of a training run; the losses' options come from `Objective`."
@@ -33,6 +34,7 @@ class TrainConfig(Objective):
     pretrained: str | None = None       # weights tag, file or folder; "random" for random weights; None: the backbone's own
     patch_layer: int | None = None      # which layer the patches come from; None: the last
     data: str = "toyworld"              # data source
+    decompositions: str | None = None   # folder of a store made by foco_decompose; None: the data source's own pairs
     n_images: int = 3_000_000           # at most this many image-caption pairs
     k_max: int | None = None            # use at most this many pairs of an image (1: ablation 3b)
     center: bool = False                # subtract each modality's mean feature
@@ -77,12 +79,18 @@ def _check_settings(c: TrainConfig):
     if not (c.completion_in_stage2 or c.counterfactuals): raise ValueError("counterfactuals=0 and completion_in_stage2=False: nothing would train F_Comp; set one of them")
     if c.steps is not None and c.steps < 1: raise ValueError(f"steps={c.steps}; expected at least 1, or None for epochs")
 
-# %% ../nbs/05_train.ipynb #58daadc0
+# %% ../nbs/05_train.ipynb #1fadc9bf
 @patch
 def stage_steps(self: TrainConfig, n: int) -> tuple[int, int]: # steps of stage 1 and 2 on n images
     "Turn epochs into steps."
     if self.steps is not None: return self.steps, self.steps
     return tuple(max(1, round(e * (n // self.batch_size))) for e in (self.stage1_epochs, self.stage2_epochs))
+
+@patch
+def training_pairs(self: TrainConfig, n: int) -> Pairs:
+    "The first `n` pictures of the data source, with its own pairs or those of a store."
+    pairs = data_source(self.data).training_pairs(n, seed=self.seed)
+    return pairs if self.decompositions is None else redecompose(pairs, Store(project_path(self.decompositions)).decompositions())
 
 @patch
 def counterfactuals_of(self: TrainConfig, pairs: Pairs) -> list[list[Counterfactual]] | None: # for each image; None: not asked for
