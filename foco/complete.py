@@ -101,7 +101,7 @@ class FoCo(nn.Module):
         if mix is not None: seen = [F.normalize(torch.lerp(v, v.roll(1, 0), mix[:, None, None]), dim=-1) for v in seen]
         return self.complete(X.flatten(0, 1), *(v.flatten(0, 1) for v in (*seen, images.global_[:, None].expand_as(c)))).view_as(c)
 
-# %% ../nbs/03_complete.ipynb #902e6391
+# %% ../nbs/03_complete.ipynb #de9bc303
 class FoCoComposer:
     "A `Composer`: composes queries in the space in which it ranks the gallery."
     def __init__(self, foco: FoCo, backbone: Backbone, name: str = "FoCo",
@@ -112,7 +112,7 @@ class FoCoComposer:
     def compose(self, images: ImageFeatures, texts: list[str], decompose: Decomposer | None = None): # B references, B modifications -> (B, D), unit rows
         "Compose each reference with its modification: T_m is anchor and context, or the mean over the pairs that `decompose` makes of it."
         images, decompose = self.foco.prepare_images(images), decompose or self.decompose
-        if decompose is None:
+        if decompose is None or not texts:
             T_m = self.encode_texts(texts)
             return self._complete(T_m, T_m, images)
         pairs = [o.pairs or ((t, t),) for t, o in zip(texts, decompose(texts))]             # what cannot be split is used whole

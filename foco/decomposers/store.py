@@ -6,8 +6,8 @@
 __all__ = ['Captions', 'read_captions', 'captions_of', 'Store', 'Found', 'Run', 'decompose_captions', 'redecompose',
            'make_decomposer', 'main']
 
-# %% ../../nbs/decomposers/03_store.ipynb #9d5e4cbe
-import argparse, csv, hashlib, json, os, sys, tarfile, time
+# %% ../../nbs/decomposers/03_store.ipynb #8f6fff93
+import argparse, csv, hashlib, json, os, sys, tarfile, time, uuid, warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -16,9 +16,9 @@ from typing import NamedTuple
 import numpy as np
 from tqdm import tqdm
 from ..data.pairs import Pairs, data_source, line_key
-from ..decompose import PROMPT, Checks, Decomposer, Decomposition, Outcome, Prompt
+from ..decompose import PROMPT, Checks, Decomposer, Decomposition, Outcome, Prompt, whole_text
 
-# %% ../../nbs/decomposers/03_store.ipynb #1cb1053d
+# %% ../../nbs/decomposers/03_store.ipynb #3592bb6e
 class Captions(NamedTuple):
     "Captions, their keys, and a fingerprint of both."
     name: str
@@ -41,11 +41,15 @@ def _rows(path: Path, key: str, caption: str) -> Iterator[tuple[str | None, str]
     if path.suffix == ".parquet":
         table = _arrow().parquet.read_table(path)
         if lacks := [c for c in (key, caption) if c not in table.column_names]: raise ValueError(f"{path} has no column {lacks[0]!r}, but {', '.join(table.column_names)}; name yours with --key-column and --caption-column")
-        yield from zip(map(str, table[key].to_pylist()), (t or "" for t in table[caption].to_pylist()))
+        yield from (_record(path, n, k, t) for n, (k, t) in enumerate(zip(table[key].to_pylist(), table[caption].to_pylist()), 1))
         return
     if path.suffix == ".tar":
-        with tarfile.open(path) as shard:
-            yield from ((Path(m.name).name.split(".", 1)[0], shard.extractfile(m).read().decode()) for m in shard if m.name.endswith(".txt"))
+        with tarfile.open(path, "r:") as shard:
+            yield from ((Path(m.name).name.split(".", 1)[0], shard.extractfile(m).read().decode()) for m in shard if m.isfile() and m.name.endswith(".txt"))
+            end = shard.offset
+        with open(path, "rb") as f:
+            f.seek(end)
+            if f.read(512) != bytes(512): raise tarfile.ReadError(f"it ends or breaks at byte {end}")      # tarfile itself stops there without a word
         return
     with open(path, encoding="utf-8-sig", newline="") as f:
         if path.suffix == ".txt": yield from ((None, line.rstrip("\r\n")) for line in f)
@@ -53,8 +57,15 @@ def _rows(path: Path, key: str, caption: str) -> Iterator[tuple[str | None, str]
         else:
             read = csv.DictReader(f) if path.suffix == ".csv" else (json.loads(line) for line in f if line.strip())
             for n, row in enumerate(read, 1):
+                if not isinstance(row, dict): raise ValueError(f"{path}, record {n}: expected an object with {key!r} and {caption!r}, found {str(row)[:40]}")
+                if None in row or None in row.values() and path.suffix == ".csv": raise ValueError(f"{path}, record {n}: not as many fields as the header has; a caption with a comma needs quotes")
                 if lacks := [c for c in (key, caption) if c not in row]: raise ValueError(f"{path}, record {n}: no {lacks[0]!r}, but {', '.join(map(str, row))}; name yours with --key-column and --caption-column")
-                yield str(row[key]), row[caption] or ""
+                yield _record(path, n, row[key], row[caption])
+
+def _record(path: Path, n: int, key, caption) -> tuple[str, str]:
+    if not isinstance(key, (str, int)) or not isinstance(caption, (str, type(None))):
+        raise ValueError(f"{path}, record {n}: key {key!r} and caption {str(caption)[:40]!r}; expected a text or number, and a text")
+    return str(key), caption or ""
 
 def read_captions(path: str | Path, key: str = "key", caption: str = "caption") -> Captions:
     "Read captions from .txt, .tsv (caption first), .csv, .jsonl, .parquet or .tar, or from a folder of .parquet or .tar files; raises ValueError, FileNotFoundError."
@@ -64,28 +75,30 @@ def read_captions(path: str | Path, key: str = "key", caption: str = "caption") 
     if files[0].suffix not in kinds: raise ValueError(f"{path} is no kind of caption file that is known; expected {', '.join(kinds)}")
     try: rows = [row for f in files for row in _rows(f, key, caption)]
     except UnicodeDecodeError as e: raise ValueError(f"{path} is not UTF-8 ({e}); convert it first, for example with iconv") from e
-    except tarfile.TarError as e: raise ValueError(f"{path} is no readable tar file ({e}); was its download cut short?") from e
+    except tarfile.TarError as e: raise ValueError(f"{path} holds a tar file that cannot be read ({e}); was its download cut short?") from e
+    except csv.Error as e: raise ValueError(f"{path} cannot be read as CSV ({e}); is a quote missing?") from e
     except json.JSONDecodeError as e: raise ValueError(f"{path} has a line that is no JSON ({e}); expected one object a line") from e
     if not rows: raise ValueError(f"{path} holds no captions")
     keys = [line_key(n) if k is None else k for n, (k, _) in enumerate(rows)]
     if len(set(keys)) < len(keys): raise ValueError(f"{path}: the key {Counter(keys).most_common(1)[0][0]!r} stands more than once; every caption needs its own")
-    return Captions(path.name, keys, [t for _, t in rows])
+    return Captions(path.name, keys, [whole_text(t) for _, t in rows])
 
 def captions_of(pairs: Pairs) -> Captions:
     "The captions of a data source, with its keys."
     return Captions(f"{pairs.name} {pairs.split}", list(pairs.keys), [d.caption for d in pairs.decompositions])
 
-# %% ../../nbs/decomposers/03_store.ipynb #1c7f49f5
+# %% ../../nbs/decomposers/03_store.ipynb #6ab5e38f
 _COLUMNS = ("key", "caption", "text", "local", "context", "problem", "detail", "answer", "first", "tries", "tokens_in", "tokens_out", "decomposer", "model", "revision", "prompt", "prompt_hash", "settings")
 
 class Store:
     "A folder of parts: `store.json` says of which captions, by whom; part-N.parquet holds rows N * part_rows and following."
     def __init__(self, folder: str | Path):
         self.folder = Path(folder)
-        try: about = json.loads((self.folder/"store.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError) as e: raise FileNotFoundError(f"no decomposition store in {folder} ({e}); foco_decompose --out makes one") from e
-        self.captions, self.n_rows, self.sha256 = about["captions"]["name"], about["captions"]["rows"], about["captions"]["sha256"]
-        self.part_rows, self.identity = about["part_rows"], about["identity"]
+        try:
+            about = json.loads((self.folder/"store.json").read_text(encoding="utf-8"))
+            self.captions, self.n_rows, self.sha256 = (about["captions"][k] for k in ("name", "rows", "sha256"))
+            self.part_rows, self.identity = about["part_rows"], about["identity"]
+        except (OSError, ValueError, KeyError, TypeError) as e: raise FileNotFoundError(f"no decomposition store in {folder} ({type(e).__name__}: {e}); foco_decompose --out makes one") from e
 
     @staticmethod
     def open(folder: str | Path, captions: Captions, identity: dict, part_rows: int) -> "Store":
@@ -95,7 +108,7 @@ class Store:
         folder.mkdir(parents=True, exist_ok=True)
         if not (folder/"store.json").exists():
             if any(folder.glob("part-*.parquet")): raise ValueError(f"{folder} holds parts but no store.json; they belong to an unknown run: choose another --out")
-            _write_whole(folder/"store.json", json.dumps(about, indent=1, ensure_ascii=False).encode())
+            _write_whole(folder/"store.json", json.dumps(about, indent=1, ensure_ascii=False).encode(), first=True)
         store = Store(folder)
         here = {"rows": store.n_rows, "sha256": store.sha256, "part_rows": store.part_rows, **store.identity, **store.identity["settings"]}
         asked = {**about["captions"], "part_rows": part_rows, **identity, **identity["settings"]}
@@ -112,13 +125,19 @@ class Store:
         "List the parts of a shard that are still to be made."
         return [p for p in range(shard[0], self.n_parts, shard[1]) if not self.path(p).exists()]
 
-# %% ../../nbs/decomposers/03_store.ipynb #23008746
-def _write_whole(path: Path, content: bytes):
+# %% ../../nbs/decomposers/03_store.ipynb #d465c9db
+def _write_whole(path: Path, content: bytes, first: bool = False): # first: what another machine wrote a moment ago stays
     "Write a file whole or not at all, even if the machine stops."
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(draft, "wb") as f:
-        f.write(content); f.flush(); os.fsync(f.fileno())
-    os.replace(draft, path)
+    draft = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    try:
+        with open(draft, "wb") as f:
+            f.write(content); f.flush(); os.fsync(f.fileno())
+        if not first: os.replace(draft, path)
+        elif not path.exists():
+            try: os.link(draft, path)
+            except FileExistsError: pass
+            except OSError: os.replace(draft, path)     # a file system without links
+    finally: draft.unlink(missing_ok=True)
 
 def _write_part(store: Store, part: int, keys: list[str], outcomes: Sequence[Outcome]):
     arrow, sink = _arrow(), _arrow().BufferOutputStream()
@@ -130,7 +149,7 @@ def _write_part(store: Store, part: int, keys: list[str], outcomes: Sequence[Out
     arrow.parquet.write_table(arrow.table({c: columns[c] for c in _COLUMNS}), sink, compression="zstd")
     _write_whole(store.path(part), sink.getvalue().to_pybytes())
 
-# %% ../../nbs/decomposers/03_store.ipynb #f1902afb
+# %% ../../nbs/decomposers/03_store.ipynb #d0c0543e
 class Found(Mapping):
     "Decompositions by key, read from Arrow columns when asked for."
     def __init__(self, table, source: str):
@@ -147,15 +166,19 @@ from fastcore.basics import patch
 @patch
 def table(self: Store, columns: Sequence[str] = _COLUMNS): # -> pyarrow.Table
     "Read all finished parts, in the captions' order; raises ValueError for a part that is damaged."
-    arrow, parts = _arrow(), []
-    for p in (p for p in range(self.n_parts) if self.path(p).exists()):
-        expected = min(self.part_rows, self.n_rows - p * self.part_rows)
-        try: part = arrow.parquet.read_table(self.path(p), columns=list(columns))
-        except (OSError, arrow.ArrowException) as e: raise ValueError(f"{self.path(p)} cannot be read ({e}); delete it, and the same command makes it again") from e
-        if len(part) != expected: raise ValueError(f"{self.path(p)} has {len(part)} rows, expected {expected}; delete it, and the same command makes it again")
-        parts.append(part)
+    parts = [self.read_part(p, columns) for p in range(self.n_parts) if self.path(p).exists()]
     if not parts: raise ValueError(f"{self.folder} has no finished part yet ({self.n_parts} to be made)")
-    return arrow.concat_tables(parts, promote_options="permissive")
+    return _arrow().concat_tables(parts, promote_options="permissive")
+
+@patch
+def read_part(self: Store, p: int, columns: Sequence[str] = _COLUMNS, keys: list[str] | None = None): # -> pyarrow.Table; keys: those it should have
+    "Read one part; raises ValueError if it is damaged or another's."
+    arrow, expected, mend = _arrow(), min(self.part_rows, self.n_rows - p * self.part_rows), "delete it, and the same command makes it again"
+    try: part = arrow.parquet.read_table(self.path(p), columns=list(dict.fromkeys(["key", *columns])))
+    except (OSError, arrow.ArrowException) as e: raise ValueError(f"{self.path(p)} cannot be read ({e}); {mend}") from e
+    if len(part) != expected: raise ValueError(f"{self.path(p)} has {len(part)} rows, expected {expected}; {mend}")
+    if keys is not None and part["key"].to_pylist() != keys: raise ValueError(f"{self.path(p)} holds other captions than its place says; {mend}")
+    return part.select(list(columns))
 
 @patch
 def decompositions(self: Store) -> Found:
@@ -163,7 +186,7 @@ def decompositions(self: Store) -> Found:
     i = self.identity
     return Found(self.table(("key", "caption", "local", "context", "problem")), i["model"] + (f", prompt {i['prompt']} ({i['prompt_hash']})" if i["prompt"] else ""))
 
-# %% ../../nbs/decomposers/03_store.ipynb #6178e101
+# %% ../../nbs/decomposers/03_store.ipynb #0171bedd
 class Run(NamedTuple):
     "What a run did."
     made: int           # captions split or failed now
@@ -174,7 +197,7 @@ class Run(NamedTuple):
     def __str__(self):
         n, failed = sum(self.problems.values()), sum(v for k, v in self.problems.items() if k)
         said = [f"{n:,} captions: {n - failed:,} split, {failed:,} failed" + (f" ({', '.join(f'{k} {v:,}' for k, v in self.problems.most_common() if k)})" if failed else "")]
-        if self.made and self.seconds > 0:
+        if self.made >= 100 and self.seconds > 0:      # fewer say little about speed
             rate = self.made / self.seconds
             said.append(f"{self.made:,} of them now, {rate:,.1f} captions/s" + (f", {self.tokens / self.seconds:,.0f} tokens/s" if self.tokens else "")
                         + f"; three million at this speed: {_hours(3e6 / rate)} on one machine, {_hours(3e6 / rate / 8)} on eight")
@@ -186,13 +209,13 @@ def decompose_captions(captions: Captions, folder: str | Path, decomposer: Decom
     "Make the parts of a shard that are missing."
     if not 0 <= shard[0] < shard[1]: raise ValueError(f"shard {shard[0]}/{shard[1]}: expected i/n with 0 <= i < n")
     store = Store.open(folder, captions, decomposer.identity, part_rows)
-    if prompt := getattr(decomposer, "prompt", None): _write_whole(store.folder/"prompt.json", json.dumps(asdict(prompt), indent=1, ensure_ascii=False).encode())
+    if prompt := getattr(decomposer, "prompt", None): _write_whole(store.folder/"prompt.json", json.dumps(asdict(prompt), indent=1, ensure_ascii=False).encode(), first=True)
     mine, todo = list(range(shard[0], store.n_parts, shard[1])), store.missing(shard)
     span = lambda p: slice(p * part_rows, min((p + 1) * part_rows, store.n_rows))
     size = lambda parts: sum(span(p).stop - span(p).start for p in parts)
     problems, begun, made, tokens = Counter(), time.time(), 0, 0
     for p in mine:
-        if p not in todo: problems.update(_arrow().parquet.read_table(store.path(p), columns=["problem"])["problem"].to_pylist())
+        if p not in todo: problems.update(store.read_part(p, ["problem"], captions.keys[span(p)])["problem"].to_pylist())
     with tqdm(total=size(mine), initial=size(mine) - size(todo), unit=" captions", disable=not progress, dynamic_ncols=True) as bar:
         for p in todo:
             outcomes = decomposer(captions.texts[span(p)])
@@ -203,7 +226,7 @@ def decompose_captions(captions: Captions, folder: str | Path, decomposer: Decom
             bar.set_postfix_str(f"{tokens / took:,.0f} tokens/s, {failed:.1%} failed"); bar.update(len(outcomes))
     return Run(made, problems, time.time() - begun, tokens)
 
-# %% ../../nbs/decomposers/03_store.ipynb #edd9166b
+# %% ../../nbs/decomposers/03_store.ipynb #b6569ba3
 def redecompose(pairs: Pairs, found: Mapping[str, Decomposition], worst: float = .2) -> Pairs: # worst: the largest share of pictures that may be left out
     "Give pictures the decompositions of a store, leaving out those that have none there; raises ValueError."
     have = [n for n, k in enumerate(pairs.keys) if k in found]
@@ -212,6 +235,7 @@ def redecompose(pairs: Pairs, found: Mapping[str, Decomposition], worst: float =
         if d.caption != pairs.decompositions[n].caption: raise ValueError(f"{pairs.name} {pairs.split}: picture {pairs.keys[n]} is captioned {pairs.decompositions[n].caption!r}, but the store has {d.caption!r}; it was made from other captions (another seed?)")
     if len(pairs) - len(have) > worst * len(pairs):
         raise ValueError(f"{pairs.name} {pairs.split}: the store has no decomposition for {len(pairs) - len(have):,} of {len(pairs):,} pictures, more than {worst:.0%}; finish the run, or decompose more of them")
+    if len(have) < len(pairs): warnings.warn(f"{pairs.name} {pairs.split}: {len(pairs) - len(have):,} of {len(pairs):,} pictures are left out; the store has no pairs for their captions")
     return replace(pairs, images=_Some(pairs.images, have), decompositions=said, keys=[pairs.keys[n] for n in have])
 
 class _Some(Sequence):
@@ -220,55 +244,72 @@ class _Some(Sequence):
     def __len__(self): return len(self.index)
     def __getitem__(self, n: int): return self.of[self.index[n]]
 
-# %% ../../nbs/decomposers/03_store.ipynb #509416cf
+# %% ../../nbs/decomposers/03_store.ipynb #46976f34
+_ONLY = {   # option: who takes it
+    "model": ("rules", "transformers", "server"), "revision": ("transformers",), "device": ("transformers",), "dtype": ("transformers",), "batch_size": ("transformers",),
+    "base_url": ("server",), "constraint": ("server",), "concurrency": ("server",), "timeout": ("server",), "max_new_tokens": ("transformers", "server"), "prompt": ("transformers", "server")}
+
+def _positive(text: str) -> int:
+    if not text.isdigit() or int(text) < 1: raise argparse.ArgumentTypeError(f"{text}: expected a whole number from 1")
+    return int(text)
+
 def _options() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog="foco_decompose", description="Split captions into (local, contextual) pairs. The same command goes on where it was stopped.")
     given = p.add_mutually_exclusive_group(required=True)
     given.add_argument("--captions", help=".txt, .tsv, .csv, .jsonl, .parquet or .tar file, or a folder of .parquet or .tar files (img2dataset's metadata or shards)")
     given.add_argument("--data", help="a data source instead, such as toyworld")
-    p.add_argument("--n-images", type=int, default=2000, help="of a data source (2000)")
-    p.add_argument("--seed", type=int, default=0, help="of a data source (0)")
+    p.add_argument("--n-images", type=_positive, help="of a data source (2000)"); p.add_argument("--seed", type=int, help="of a data source (0)")
     p.add_argument("--key-column", default="key"); p.add_argument("--caption-column", default="caption")
-    p.add_argument("--limit", type=int, help="only the first so many captions")
+    p.add_argument("--limit", type=_positive, help="only the first so many captions")
     p.add_argument("--out", required=True, help="folder of the store")
-    p.add_argument("--decomposer", choices=["rules", "transformers", "server"], default="rules", help="who splits (rules: no model needed)")
+    p.add_argument("--decomposer", choices=["rules", "transformers", "server"], default="rules", help="who splits (rules: no language model needed)")
     p.add_argument("--model", help="transformers: repository, folder or random (meta-llama/Llama-3.1-8B-Instruct); server: which of its models; rules: spaCy model")
-    p.add_argument("--revision"); p.add_argument("--device"); p.add_argument("--dtype", choices=["float32", "bfloat16", "float16"])
-    p.add_argument("--base-url", default="http://localhost:8000/v1", help="of the server; its key comes from OPENAI_API_KEY")
-    p.add_argument("--constraint", help="how the server keeps answers to JSON; without it, the first that it takes")
-    p.add_argument("--concurrency", type=int, default=32, help="requests at the same time (32)")
-    p.add_argument("--batch-size", type=int, default=32, help="of transformers (32)")
-    p.add_argument("--max-new-tokens", type=int, default=512)
-    p.add_argument("--prompt", help="JSON file with another prompt")
-    p.add_argument("--k", type=int, nargs=2, default=[3, 5], metavar=("FEWEST", "MOST"))
+    p.add_argument("--revision", help="transformers: of the model"); p.add_argument("--device", help="transformers: cpu, cuda, ...")
+    p.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="transformers"); p.add_argument("--batch-size", type=_positive, help="transformers (32)")
+    p.add_argument("--base-url", help="server (http://localhost:8000/v1); its key comes from OPENAI_API_KEY")
+    p.add_argument("--constraint", help="server: how answers are kept to JSON; without it, the first way that is taken"); p.add_argument("--concurrency", type=_positive, help="server: requests at the same time (32)")
+    p.add_argument("--timeout", type=_positive, help="server: seconds a request may take (120)")
+    p.add_argument("--max-new-tokens", type=_positive, help="transformers, server (512)"); p.add_argument("--prompt", help="transformers, server: JSON file with another prompt")
+    p.add_argument("--k", type=_positive, nargs=2, default=[3, 5], metavar=("FEWEST", "MOST"), help="pairs of a caption (3 5)")
     p.add_argument("--backbone", default="ViT-L-14", help="whose tokens count against its length (ViT-L-14)")
     p.add_argument("--shard", default="0/1", help="i/n: this machine makes every n-th part, from the i-th")
-    p.add_argument("--part", type=int, help="captions in a part, which is what a stop can cost (rules, server 1000; transformers 256)")
+    p.add_argument("--part", type=_positive, help="captions in a part, which is what a stop can cost (rules, server 1000; transformers 256)")
     return p
 
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace: # with .shard a pair; what would have no effect is refused
+    p = _options()
+    a = p.parse_args(argv)
+    for name, who in _ONLY.items():
+        if getattr(a, name) is not None and a.decomposer not in who: p.error(f"--{name.replace('_', '-')} is for --decomposer {' or '.join(who)}, not for {a.decomposer}")
+    for name in ("n_images", "seed"):
+        if getattr(a, name) is not None and not a.data: p.error(f"--{name.replace('_', '-')} is for --data, not for --captions")
+    if list(a.k) != [3, 5] and a.decomposer != "rules" and not a.prompt: p.error(f"--k {a.k[0]} {a.k[1]}: the prompt asks for three to five pairs; give a --prompt that asks for as many")
+    i, _, n = a.shard.partition("/")
+    if not (i.isdigit() and n.isdigit() and int(i) < int(n)): p.error(f"--shard {a.shard}; expected i/n with 0 <= i < n, such as 0/8")
+    a.shard = (int(i), int(n))
+    return a
+
+# %% ../../nbs/decomposers/03_store.ipynb #68aaa02d
 def make_decomposer(a: argparse.Namespace) -> Decomposer:
     "Make the decomposer that the command line asks for."
+    given = {k: getattr(a, k) for k in _ONLY if getattr(a, k) is not None and k not in ("model", "prompt")}
     checks, prompt = Checks(tuple(a.k), a.backbone), Prompt.load(a.prompt) if a.prompt else PROMPT
     if a.decomposer == "rules":
         from foco.decomposers.rules import Rules
         return Rules(a.model, checks)
     if a.decomposer == "server":
         from foco.decomposers.server import Server
-        return Server(a.base_url, a.model, prompt, checks, a.concurrency, a.max_new_tokens, a.constraint)
+        return Server(model=a.model, prompt=prompt, checks=checks, **given)
     from foco.decomposers.causal_lm import CausalLM
-    return CausalLM(a.model or "meta-llama/Llama-3.1-8B-Instruct", a.revision, prompt, checks, a.batch_size, a.max_new_tokens, a.device, a.dtype)
+    return CausalLM(a.model or "meta-llama/Llama-3.1-8B-Instruct", prompt=prompt, checks=checks, **given)
 
 def main(argv: Sequence[str] | None = None) -> int: # 0 done, 1 stopped; a wrong question exits with 2
     "Run foco_decompose."
-    parser = _options()
-    a = parser.parse_args(argv)
-    try: shard = tuple(map(int, a.shard.split("/")))
-    except ValueError: shard = ()
-    if len(shard) != 2: parser.error(f"--shard {a.shard}; expected i/n, such as 0/8")
+    a = _parse(argv)
     try:
-        captions = read_captions(a.captions, a.key_column, a.caption_column) if a.captions else captions_of(data_source(a.data).training_pairs(a.n_images, seed=a.seed))
+        captions = read_captions(a.captions, a.key_column, a.caption_column) if a.captions else captions_of(data_source(a.data).training_pairs(a.n_images or 2000, seed=a.seed or 0))
         captions = captions._replace(keys=captions.keys[:a.limit], texts=captions.texts[:a.limit])
-        run = decompose_captions(captions, a.out, make_decomposer(a), shard, a.part or (256 if a.decomposer == "transformers" else 1000), progress=True)
+        run = decompose_captions(captions, a.out, make_decomposer(a), a.shard, a.part or (256 if a.decomposer == "transformers" else 1000), progress=True)
     except KeyboardInterrupt: print("\nstopped; finished parts are kept, and the same command goes on", file=sys.stderr); return 1
     except (ValueError, OSError, RuntimeError, ModuleNotFoundError) as e: print(f"foco_decompose: {e}", file=sys.stderr); return 1
     print(run)
