@@ -37,6 +37,17 @@ def test_train_notebook_uses_what_it_is_given(tmp_path):
     assert result["n_queries"] == 12 and result["split"] == "test"
 
 
+def test_quality_notebook_measures_a_store(tmp_path):
+    from foco.data.pairs import data_source
+    from foco.decomposers.rules import Rules
+    from foco.decomposers.store import captions_of, decompose_captions
+    decompose_captions(captions_of(data_source("toyworld").training_pairs(20)), tmp_path/"pairs", Rules())
+    run("decomposers/04_quality.ipynb", tmp_path, stores=json.dumps({"toyworld/mine": str(tmp_path/"pairs")}), out=str(tmp_path/"reports"))
+    report = json.loads((tmp_path/"reports"/"toyworld"/"mine.json").read_text(encoding="utf-8"))
+    assert report["numbers"]["captions"] == 20 and report["identity"]["decomposer"] == "rules" and "commit" in report
+    with pytest.raises(pm.PapermillExecutionError, match="unknown parameter 'store'"): run("decomposers/04_quality.ipynb", tmp_path, store="{}")
+
+
 @pytest.mark.parametrize("name", ["fashioniq", "genecis"]) # the other two: below, and tests/test_evaluate.py
 def test_evaluate_notebook_on_an_official_format(tmp_path, name):
     "The root of a benchmark on disk and options of its loader, as for the real ones."

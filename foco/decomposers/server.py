@@ -62,7 +62,7 @@ class Server(LanguageModel):
         if len(answers) > 3 and all(a.refused for a in answers): raise ServerError(f"{self.base_url} refuses every caption ({answers[0].refused})")
         return answers
 
-# %% ../../nbs/decomposers/02_server.ipynb #b314982e
+# %% ../../nbs/decomposers/02_server.ipynb #85d2ed5f
 from fastcore.basics import patch
 
 @patch
@@ -83,12 +83,12 @@ def _find_model(self: Server, model: str | None) -> str:
 def _find_constraint(self: Server) -> str:
     why = ""
     for name in CONSTRAINTS:
-        for retries in (1, self.retries):   # once quickly: what refuses a format with 500 will do so again
-            found = self._ask_once(_PLAIN, name, retries)
-            if not found.refused: return name
-            why = found.refused
-            if not why.startswith(_TRY_AGAIN): break
-            if retries == 1 and not self._ask_once(_PLAIN, "none", 1).refused: break     # the server is well, so it is the format
+        found = self._ask_once(_PLAIN, name, 1)
+        if found.refused.startswith(_TRY_AGAIN):    # busy, still loading, or a server that answers 500 to a format it does not know
+            if (why := self._ask_once(_PLAIN, "none", self.retries).refused): break
+            found = self._ask_once(_PLAIN, name, 1)     # it is well now: what it refuses again is the format
+        if not found.refused: return name
+        why = found.refused
     raise ServerError(f"{self.base_url} refuses even a plain request ({why})")
 
 # %% ../../nbs/decomposers/02_server.ipynb #7df89000
