@@ -396,6 +396,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                         'foco.decomposers.rules.Rules.split': ( 'decomposers/rules.html#rules.split',
                                                                                 'foco/decomposers/rules.py'),
                                         'foco.decomposers.rules._actions': ('decomposers/rules.html#_actions', 'foco/decomposers/rules.py'),
+                                        'foco.decomposers.rules._fit': ('decomposers/rules.html#_fit', 'foco/decomposers/rules.py'),
                                         'foco.decomposers.rules._leads': ('decomposers/rules.html#_leads', 'foco/decomposers/rules.py'),
                                         'foco.decomposers.rules._looks': ('decomposers/rules.html#_looks', 'foco/decomposers/rules.py'),
                                         'foco.decomposers.rules._rest': ('decomposers/rules.html#_rest', 'foco/decomposers/rules.py'),

@@ -58,7 +58,7 @@ def _looks(doc) -> Iterator[tuple[str, set[int]]]:
     for t in doc:
         if t.dep_ in ("amod", "compound") and t.head.pos_ in ("NOUN", "PROPN") and t.i < t.head.i: yield ("something " if t.dep_ == "amod" else "") + t.text, {t.i}
 
-# %% ../../nbs/decomposers/00_rules.ipynb #dd905c9e
+# %% ../../nbs/decomposers/00_rules.ipynb #0f423378
 _LOOSE_END = frozenset("ADP CCONJ SCONJ DET PUNCT AUX PART".split())
 _LOOSE_START = frozenset("CCONJ PUNCT".split())
 
@@ -68,7 +68,10 @@ def _rest(doc, out: set[int]) -> str: # the words that stay, in order
     while left and left[-1].pos_ in _LOOSE_END: left.pop()
     while left and left[0].pos_ in _LOOSE_START: left.pop(0)
     left = [t for t, after in zip(left, [*left[1:], None]) if not (after is not None and t.pos_ in ("CCONJ", "PUNCT") and after.pos_ == "PUNCT")]
-    return re.sub(r" (?=[,.;:!?)])", "", "".join(t.text + (" " if t.whitespace_ or t.i + 1 in out else "") for t in left)).strip()
+    said = [_fit(t.text, after.text) if after is not None and t.i + 1 in out and t.lower_ in ("a", "an") else t.text for t, after in zip(left, [*left[1:], None])]
+    return re.sub(r" (?=[,.;:!?)])", "", "".join(w + (" " if t.whitespace_ or t.i + 1 in out else "") for w, t in zip(said, left))).strip()
+
+def _fit(article: str, word: str) -> str: return article[0] + ("n" if word[0].lower() in "aeiou" else "")     # "an orange boat" without orange: "a boat"
 
 # %% ../../nbs/decomposers/00_rules.ipynb #6601752f
 class Rules(Decomposer):
