@@ -18,7 +18,7 @@ from tqdm import tqdm
 from ..data.pairs import Pairs, data_source, line_key
 from ..decompose import PROMPT, Checks, Decomposer, Decomposition, Outcome, Prompt, whole_text
 
-# %% ../../nbs/decomposers/03_store.ipynb #3592bb6e
+# %% ../../nbs/decomposers/03_store.ipynb #a5a92c1b
 class Captions(NamedTuple):
     "Captions, their keys, and a fingerprint of both."
     name: str
@@ -67,6 +67,7 @@ def _record(path: Path, n: int, key, caption) -> tuple[str, str]:
         raise ValueError(f"{path}, record {n}: key {key!r} and caption {str(caption)[:40]!r}; expected a text or number, and a text")
     return str(key), caption or ""
 
+# %% ../../nbs/decomposers/03_store.ipynb #ff6775f9
 def read_captions(path: str | Path, key: str = "key", caption: str = "caption") -> Captions:
     "Read captions from .txt, .tsv (caption first), .csv, .jsonl, .parquet or .tar, or from a folder of .parquet or .tar files; raises ValueError, FileNotFoundError."
     path, kinds = Path(path), (".txt", ".tsv", ".csv", ".jsonl", ".parquet", ".tar")
@@ -244,7 +245,7 @@ class _Some(Sequence):
     def __len__(self): return len(self.index)
     def __getitem__(self, n: int): return self.of[self.index[n]]
 
-# %% ../../nbs/decomposers/03_store.ipynb #46976f34
+# %% ../../nbs/decomposers/03_store.ipynb #1b207620
 _ONLY = {   # option: who takes it
     "model": ("rules", "transformers", "server"), "revision": ("transformers",), "device": ("transformers",), "dtype": ("transformers",), "batch_size": ("transformers",),
     "base_url": ("server",), "constraint": ("server",), "concurrency": ("server",), "timeout": ("server",), "max_new_tokens": ("transformers", "server"), "prompt": ("transformers", "server")}
@@ -276,6 +277,7 @@ def _options() -> argparse.ArgumentParser:
     p.add_argument("--part", type=_positive, help="captions in a part, which is what a stop can cost (rules, server 1000; transformers 256)")
     return p
 
+# %% ../../nbs/decomposers/03_store.ipynb #d03d5a4b
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace: # with .shard a pair; what would have no effect is refused
     p = _options()
     a = p.parse_args(argv)
