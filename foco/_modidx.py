@@ -349,6 +349,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                 'foco.decompose.read_answer': ('decompose.html#read_answer', 'foco/decompose.py'),
                                 'foco.decompose.says_inside': ('decompose.html#says_inside', 'foco/decompose.py'),
                                 'foco.decompose.screen': ('decompose.html#screen', 'foco/decompose.py'),
+                                'foco.decompose.source_of': ('decompose.html#source_of', 'foco/decompose.py'),
                                 'foco.decompose.whole_text': ('decompose.html#whole_text', 'foco/decompose.py')},
             'foco.decomposers.causal_lm': { 'foco.decomposers.causal_lm.CausalLM': ( 'decomposers/causal_lm.html#causallm',
                                                                                      'foco/decomposers/causal_lm.py'),

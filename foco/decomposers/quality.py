@@ -6,10 +6,9 @@
 __all__ = ['HISTOGRAMS', 'pair_measures', 'quality_report', 'quality_table', 'samples_table', 'quality_distributions',
            'plot_quality']
 
-# %% ../../nbs/decomposers/04_quality.ipynb #d6c61c9c
+# %% ../../nbs/decomposers/04_quality.ipynb #37b811b3
 import json, random
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 import numpy as np
 import pandas as pd
 from ..decompose import Problem, content_words, invented_words, read_answer

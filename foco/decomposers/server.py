@@ -5,11 +5,11 @@
 # %% auto #0
 __all__ = ['CONSTRAINTS', 'response_format', 'ServerError', 'Server']
 
-# %% ../../nbs/decomposers/02_server.ipynb #e9c19a84
-import json, os, time
+# %% ../../nbs/decomposers/02_server.ipynb #62f0c2ac
+import os, time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
-from ..decompose import PROMPT, Answer, Checks, LanguageModel, Prompt, answer_schema, code_hash, pairs_json
+from ..decompose import PROMPT, Answer, Checks, LanguageModel, Prompt, answer_schema, code_hash
 
 # %% ../../nbs/decomposers/02_server.ipynb #f8cbd92f
 def response_format(constraint: str, most: int = 5) -> dict | None: # most: pairs

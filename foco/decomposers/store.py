@@ -6,17 +6,16 @@
 __all__ = ['Captions', 'read_captions', 'captions_of', 'Store', 'Found', 'Run', 'decompose_captions', 'redecompose',
            'make_decomposer', 'main']
 
-# %% ../../nbs/decomposers/03_store.ipynb #8f6fff93
+# %% ../../nbs/decomposers/03_store.ipynb #ba39959a
 import argparse, csv, hashlib, json, os, sys, tarfile, time, uuid, warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import NamedTuple
-import numpy as np
 from tqdm import tqdm
 from ..data.pairs import Pairs, data_source, line_key
-from ..decompose import PROMPT, Checks, Decomposer, Decomposition, Outcome, Prompt, whole_text
+from ..decompose import PROMPT, Checks, Decomposer, Decomposition, Outcome, Prompt, source_of, whole_text
 
 # %% ../../nbs/decomposers/03_store.ipynb #a5a92c1b
 class Captions(NamedTuple):
@@ -150,7 +149,7 @@ def _write_part(store: Store, part: int, keys: list[str], outcomes: Sequence[Out
     arrow.parquet.write_table(arrow.table({c: columns[c] for c in _COLUMNS}), sink, compression="zstd")
     _write_whole(store.path(part), sink.getvalue().to_pybytes())
 
-# %% ../../nbs/decomposers/03_store.ipynb #d0c0543e
+# %% ../../nbs/decomposers/03_store.ipynb #652b0def
 class Found(Mapping):
     "Decompositions by key, read from Arrow columns when asked for."
     def __init__(self, table, source: str):
@@ -184,8 +183,7 @@ def read_part(self: Store, p: int, columns: Sequence[str] = _COLUMNS, keys: list
 @patch
 def decompositions(self: Store) -> Found:
     "The captions that could be split, by key."
-    i = self.identity
-    return Found(self.table(("key", "caption", "local", "context", "problem")), i["model"] + (f", prompt {i['prompt']} ({i['prompt_hash']})" if i["prompt"] else ""))
+    return Found(self.table(("key", "caption", "local", "context", "problem")), source_of(self.identity))
 
 # %% ../../nbs/decomposers/03_store.ipynb #0171bedd
 class Run(NamedTuple):
