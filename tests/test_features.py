@@ -8,8 +8,9 @@ import torch
 from PIL import Image
 
 from foco.backbones import load_backbone
+from foco.data import entries as e
 from foco.data import features as f
-from foco.data.features import cache_key, clear_cache, encode_cached
+from foco.data.features import StoredFeatures, cache_key, cache_size, clear_cache, encode_cached, encode_texts_cached
 from foco.data.genecis import crop_box
 from foco.data.pictures import Pictures
 
@@ -29,6 +30,28 @@ def watched(pixels):
 backbone.encode_images = watched
 encode_cached(backbone, Pictures(sorted(Path(sys.argv[1]).glob("*.png"))), patches=True, cache=sys.argv[2], batch_size=4)
 """
+DIES_BEHIND_A_MARK = """
+import os, signal, sys
+from pathlib import Path
+import torch
+from foco.backbones import load_backbone
+from foco.data import entries, features
+from foco.data.pictures import Pictures
+torch.set_num_threads(1)
+what, folder, cache, batches = *sys.argv[1:4], int(sys.argv[4])
+backbone, calls, entries._MARK_SECONDS, features._PART = load_backbone("tiny-clip", device="cpu"), [], 0, 8
+def watched(name, encode):
+    def run(*args):
+        if len(calls) == batches: os.kill(os.getpid(), signal.SIGKILL)
+        calls.append(1)
+        return encode(*args)
+    setattr(backbone, name, run)
+for name in ("encode_images", "encode_texts"): watched(name, getattr(backbone, name))
+if what == "texts": features.encode_texts_cached(backbone, [f"{i} red balls" for i in range(20)], cache=cache)
+else: features.encode_cached(backbone, Pictures(sorted(Path(folder).glob("*.png"))), patches=True, dtype=what, cache=cache, batch_size=4)
+"""
+TEXTS = [f"{i} red balls" for i in range(20)]
+PHOTOS = Path(__file__).resolve().parents[2] / "shared" / "photos"
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +98,70 @@ def test_killed_in_the_middle_leaves_no_entry(backbone, folder, pictures, cache,
     os.utime(cache / left, (0, 0))                                          # two days later, the next writer tidies up
     encoded(backbone, pictures, cache, monkeypatch)
     assert left not in names(cache) and len(names(cache)) == 2
+
+
+def contents(cache): return {p.relative_to(cache).as_posix(): p.read_bytes() for p in cache.rglob("*") if p.is_file()}
+
+
+def killed(what, folder, cache, batches):
+    env = dict(os.environ, OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
+    run = subprocess.run([sys.executable, "-c", DIES_BEHIND_A_MARK, what, str(folder), str(cache), str(batches)], env=env, timeout=120, capture_output=True, text=True)
+    assert run.returncode == -9, run.stderr
+
+
+def encoded_texts(backbone, texts, cache, monkeypatch, **options):
+    "Features, and how many texts reached the model."
+    seen, encode = [], type(backbone).encode_texts
+    with monkeypatch.context() as m:
+        m.setattr(backbone, "encode_texts", lambda part, size: (seen.append(len(part)), encode(backbone, part, size))[1], raising=False)
+        return encode_texts_cached(backbone, texts, cache=cache, **options), seen
+
+
+@pytest.mark.skipif(e.fcntl is None, reason="needs file locks")
+def test_killed_behind_a_mark_goes_on(backbone, folder, pictures, cache, tmp_path, monkeypatch):
+    "The finished entry has the bytes of an uninterrupted one; nothing is left over."
+    for batches in (2, 1): killed("int8", folder, cache, batches)           # killed twice: after 8 pictures, and after 4 more
+    left, = names(cache)
+    assert json.loads((cache / left / "progress.json").read_text(encoding="utf-8"))["rows"] == 12 and not list(cache.rglob("key.json"))
+    options = dict(patches=True, dtype="int8", batch_size=4)
+    with (cache / left / "entry" / "patches.npy").open("ab") as file: file.write(b"torn")   # written behind the mark when the power failed
+    found, n = encoded(backbone, pictures, cache, monkeypatch, **options)
+    encode_cached(backbone, pictures, cache=tmp_path / "whole", **options)
+    assert n == N - 12 and contents(cache) == contents(tmp_path / "whole") and len(contents(cache)) == 3
+    assert encoded(backbone, pictures, cache, monkeypatch, **options)[1] == 0
+
+
+@pytest.mark.skipif(e.fcntl is None, reason="needs file locks")
+def test_killed_while_encoding_texts_goes_on(backbone, folder, cache, tmp_path, monkeypatch):
+    monkeypatch.setattr(f, "_PART", 8)
+    killed("texts", folder, cache, 2)
+    found, seen = encoded_texts(backbone, TEXTS, cache, monkeypatch)
+    encode_texts_cached(backbone, TEXTS, cache=tmp_path / "whole")
+    assert seen == [4] and contents(cache) == contents(tmp_path / "whole") and len(contents(cache)) == 2
+
+
+def finish_together(backbone, pictures, cache, start, said):
+    calls, encode = [], backbone.encode_images
+    backbone.encode_images = lambda pixels: (calls.append(len(pixels)), encode(pixels))[1]
+    start.wait(60)
+    found = encode_cached(backbone, pictures, patches=True, cache=cache, batch_size=4)
+    said.put((sum(calls), float(found.patches.double().sum())))
+
+
+@pytest.mark.skipif(e.fcntl is None or "fork" not in multiprocessing.get_all_start_methods(), reason="needs file locks and fork")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_only_one_program_takes_over(backbone, folder, pictures, cache, tmp_path):
+    killed("float32", folder, cache, 4)
+    context = multiprocessing.get_context("fork")
+    start, said = context.Barrier(3), context.Queue()
+    writers = [context.Process(target=finish_together, args=(backbone, pictures, cache, start, said)) for _ in range(3)]
+    for w in writers: w.start()
+    answers = [said.get(timeout=60) for _ in writers]
+    for w in writers: w.join(60)
+    assert [w.exitcode for w in writers] == [0, 0, 0] and len({total for _, total in answers}) == 1
+    assert [n for n, _ in answers].count(N - 16) == 1 and {n for n, _ in answers} <= {N - 16, N, 0}     # 0: it came when the entry was there
+    encode_cached(backbone, pictures, patches=True, cache=tmp_path / "whole", batch_size=4)
+    assert contents(cache) == contents(tmp_path / "whole")
 
 
 def write_together(backbone, pictures, cache, start, said):
@@ -240,7 +327,7 @@ def test_features_are_mapped_not_read(backbone, pictures, cache):
     "A hit gives tensors that lie in the mapped file; nothing warns, and a change stays in the program."
     good = encode_cached(backbone, pictures, patches=True, cache=cache)
     key = cache_key(backbone, pictures.manifest(), True, "float32")
-    arrays = f._read_entry(entry(cache), key, f._shapes(backbone, N, True))
+    arrays = e.read_entry(entry(cache), key, f._layout(backbone, N, True, "float32"))
     assert all(type(a) is np.memmap and a.mode == "c" and Path(a.filename).parent == entry(cache) for a in arrays)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -280,3 +367,121 @@ def test_clear_cache_removes_entries_only(backbone, pictures, cache):
     (cache / "notes.txt").write_text("mine", encoding="utf-8"); (cache / "folder").mkdir(); (cache / ("a" * 32)).mkdir()
     assert clear_cache(cache, older_than_days=1) == 0 and len(names(cache)) == 4
     assert clear_cache(cache) > N * 128 * 4 and names(cache) == ["a" * 32, "folder", "notes.txt"]
+
+
+@pytest.mark.skipif(e.fcntl is None, reason="needs file locks")
+def test_clear_cache_removes_what_was_left_unfinished(backbone, folder, cache):
+    killed("float32", folder, cache, 2)
+    assert clear_cache(cache, older_than_days=1) == 0 and len(names(cache)) == 1
+    assert clear_cache(cache) > 8 * 128 * 4 and names(cache) == []
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "int8"])
+@pytest.mark.parametrize("patches", [False, True])
+def test_the_estimated_size_is_what_is_written(backbone, pictures, cache, dtype, patches, capsys):
+    encode_cached(backbone, pictures, patches=patches, dtype=dtype, cache=cache, progress=True)
+    if dtype != "int8": encode_texts_cached(backbone, TEXTS, dtype=dtype, cache=cache, progress=True)
+    sizes = cache_size(backbone, N, 0 if dtype == "int8" else len(TEXTS), patches, dtype)
+    assert sizes == cache_size((backbone.D, backbone.P), N, 0 if dtype == "int8" else len(TEXTS), patches, dtype)
+    files = list(cache.rglob("*.npy"))
+    assert len(files) == 1 + patches + (dtype != "int8") and sizes["total"] == sum(np.load(p, mmap_mode="r").nbytes for p in files)
+    assert 0 < sum(p.stat().st_size for p in files) - sizes["total"] <= 256 * len(files)
+    said = capsys.readouterr().out
+    assert f"features of {N} pictures as {dtype if patches else dtype.replace('int8', 'float16')}: global 0.0 GiB" in said and ("patches 0.0" in said) == patches
+    assert "GiB to write" in said and "GiB free" in said and ("texts 0.0 GiB" in said) == (dtype != "int8")
+    encode_cached(backbone, pictures, patches=patches, dtype=dtype, cache=cache, progress=True)
+    assert capsys.readouterr().out == ""                                    # a hit writes nothing and says nothing
+
+
+def test_int8_takes_the_space_check_with_its_own_size(backbone, pictures, cache, monkeypatch):
+    "Room for int8 is not room for float16."
+    size = cache_size(backbone, N, patches=True, dtype="int8")["total"]
+    monkeypatch.setattr(shutil, "disk_usage", lambda p: shutil._ntuple_diskusage(size, 0, size))
+    with pytest.raises(OSError, match="leave patches out, or take dtype='int8'"): encode_cached(backbone, pictures, patches=True, dtype="float16", cache=cache)
+    with pytest.raises(OSError, match="100,000 texts.*GiB free"): encode_texts_cached(backbone, ["a"] * 100_000, cache=cache)
+    assert names(cache) == [] and len(encode_cached(backbone, pictures, patches=True, dtype="int8", cache=cache)) == N
+
+
+def test_what_is_larger_than_the_memory_is_a_hit_too(backbone, pictures, cache, monkeypatch):
+    "Linux refuses to map such a file copy-on-write: it is read in place instead of being encoded again and again."
+    load = np.load
+    def refusing(path, mmap_mode=None, **options):
+        if mmap_mode == "c": raise OSError(errno.ENOMEM, "Cannot allocate memory")
+        return load(path, mmap_mode=mmap_mode, **options)
+    monkeypatch.setattr(np, "load", refusing)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for dtype in ("float32", "int8"):
+            assert encoded(backbone, pictures, cache, monkeypatch, patches=True, dtype=dtype)[1] == N
+            found, n = encoded(backbone, pictures, cache, monkeypatch, patches=True, dtype=dtype)
+            assert n == 0 and torch.allclose(found[[3, 1]].patches, backbone.encode_pictures(pictures)[[3, 1]].patches, atol=5e-3)
+        assert torch.equal(encode_texts_cached(backbone, TEXTS, cache=cache), encode_texts_cached(backbone, TEXTS))
+    monkeypatch.setattr(np, "load", lambda *a, **k: (_ for _ in ()).throw(OSError(errno.EIO, "Input/output error")))
+    with pytest.raises(OSError): e._map(next(cache.rglob("global.npy")))
+
+
+def test_int8_rows_in_every_way(backbone, pictures, cache):
+    plain = backbone.encode_pictures(pictures)
+    for where in (cache, cache, None):
+        found = encode_cached(backbone, pictures, patches=True, dtype="int8", cache=where)
+        assert type(found) is StoredFeatures and len(found) == N and found.global_.dtype == torch.float16 and found.quantised.dtype == torch.int8
+        for index in (slice(2, 9, 3), torch.tensor([7, 0, 7]), torch.arange(N) % 3 == 0, [4, 1], 5, -1):
+            rows, right = found[index], plain[index]
+            assert rows.global_.dtype == rows.patches.dtype == torch.float32 and rows.patches.shape == right.patches.shape
+            assert torch.allclose(rows.patches, right.patches, atol=5e-3) and torch.allclose(rows.global_, right.global_, atol=1e-3)
+            assert torch.allclose(rows.patches.norm(dim=-1), torch.ones(()), atol=1e-5)
+    assert not hasattr(found, "patches")                                    # all of them in float32 would not fit into memory
+
+
+@pytest.mark.skipif(not PHOTOS.exists(), reason="needs photographs")
+def test_int8_on_photographs(backbone):
+    photos = backbone.encode_pictures(Pictures(sorted(PHOTOS.rglob("*.jpg"))[:16]))
+    again = torch.nn.functional.normalize(f._to_int8(photos.patches).double(), dim=-1)
+    distance = 1 - (again * torch.nn.functional.normalize(photos.patches.double(), dim=-1)).sum(-1)
+    estimate = backbone.D * photos.patches.abs().amax(-1) ** 2 / (24 * 127 ** 2)
+    assert 1e-6 < distance.mean() < 2e-4 and distance.max() < 2e-3 and .7 < distance.mean() / estimate.mean() < 1.4
+
+
+class Sealed:
+    "Pictures whose manifest names an archive instead of each picture."
+    def __init__(self, pictures, stamp): self.pictures, self.stamp = pictures, stamp
+    def __len__(self): return len(self.pictures)
+    def __getitem__(self, i): return self.pictures[i]
+    def manifest(self): return [["archive", self.stamp]]
+
+
+def test_any_sequence_with_a_manifest(backbone, pictures, cache, monkeypatch):
+    runs = [(pictures, 1, N), (pictures, 1, 0), (pictures, 2, N), (pictures.take(range(5)), 1, 5)]
+    for of, stamp, n in runs: assert encoded(backbone, Sealed(of, stamp), cache, monkeypatch, patches=True)[1] == n
+    assert len(names(cache)) == 3 and {json.loads(p.read_text(encoding="utf-8"))["n"] for p in cache.rglob("key.json")} == {N, 5}
+
+
+def test_texts_in_parts_are_those_of_the_backbone(backbone, cache, monkeypatch):
+    monkeypatch.setattr(f, "_PART", 7)
+    texts = (TEXTS + ["a much longer text about " + " and ".join(TEXTS[:3])] + TEXTS[::-1]) * 2
+    for where in (None, cache):
+        found, seen = encoded_texts(backbone, texts, where, monkeypatch, dtype="float32", batch_size=4)
+        assert max(seen) == 7 and sum(seen) == len(texts) and torch.allclose(found, backbone.encode_texts(texts), atol=1e-6)
+    half, seen = encoded_texts(backbone, texts, cache, monkeypatch)
+    assert seen and half.dtype == torch.float16 and (half.float() - found).abs().max() < 5e-4
+    runs = [(texts, {}), (texts, dict(batch_size=9)), (tuple(texts), {}), (np.array(texts), {}), (texts, dict(dtype="float32"))]
+    assert [encoded_texts(backbone, t, cache, monkeypatch, **o)[1] for t, o in runs] == [[]] * 5 and len(names(cache)) == 2
+    for other in (texts[1:], texts[1:] + texts[:1], [texts[0] + texts[1], *texts[2:]], [t + " " for t in texts]): assert encoded_texts(backbone, other, cache, monkeypatch)[1]
+
+
+def test_texts_of_another_model_or_code_are_a_miss(backbone, cache, monkeypatch):
+    encode_texts_cached(backbone, TEXTS, cache=cache)
+    for options in (dict(), dict(dtype="float16")): assert encoded_texts(backbone, TEXTS, cache, monkeypatch, **options)[1] == []
+    assert encoded_texts(backbone.at_layer(0), TEXTS, cache, monkeypatch)[1] == []                      # patches do not concern texts
+    assert encoded_texts(load_backbone("tiny-clip", "random", device="cpu"), TEXTS, cache, monkeypatch)[1]
+    for where, name, value in ((f, "FORMAT", 99), (f, "_sources", lambda *modules: ["other"]), (backbone, "dtype", torch.bfloat16),
+                               (backbone, "tokenizer", lambda texts, of=backbone.tokenizer: of(texts).flip(0))):
+        with monkeypatch.context() as m:
+            m.setattr(where, name, value)
+            assert f.text_key(backbone, TEXTS, "float16") not in [json.loads(p.read_text(encoding="utf-8")) for p in cache.rglob("key.json")]
+
+
+@pytest.mark.parametrize("texts, error, words", [("one text", TypeError, "list of strings"), (TEXTS + [" "], ValueError, "text 20 of 21 is empty"), ([1], TypeError, "text 0 is a int")])
+def test_texts_that_are_none_stop_before_anything_is_written(backbone, cache, texts, error, words):
+    with pytest.raises(error, match=words): encode_texts_cached(backbone, texts, cache=cache)
+    assert not cache.exists()
