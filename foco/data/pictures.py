@@ -6,8 +6,8 @@
 __all__ = ['PREPROCESS', 'read_picture', 'check_picture', 'picture_files', 'find_pictures', 'target_pad', 'Pictures',
            'attach_pictures']
 
-# %% ../../nbs/data/03_pictures.ipynb #d5751f64
-import os
+# %% ../../nbs/data/03_pictures.ipynb #a5f54ae8
+import io, os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -16,26 +16,27 @@ import numpy as np
 from PIL import Image, ImageOps
 from .benchmark import Benchmark, Query
 
-# %% ../../nbs/data/03_pictures.ipynb #17a47b36
-def _what_is_it(path: Path) -> str:
+# %% ../../nbs/data/03_pictures.ipynb #2cf25b02
+def _what_is_it(path: Path, data: bytes | None) -> str:
     "Say why a file is not a picture."
-    size = path.stat().st_size
+    size = path.stat().st_size if data is None else len(data)
     if size == 0: return "0 bytes"
-    head = path.open("rb").read(512).lstrip().lower()
+    head = (path.open("rb").read(512) if data is None else data[:512]).lstrip().lower()
     return "an HTML page, not a picture" if head.startswith((b"<!doctype", b"<html")) else f"not a readable picture ({size:,} bytes)"
 
-def _open(path: Path) -> Image.Image:
-    try: picture = Image.open(path)
+def _open(path: Path, data: bytes | None = None) -> Image.Image:
+    try: picture = Image.open(path if data is None else io.BytesIO(data))
     except FileNotFoundError: raise
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error: raise OSError(f"{path}: {_what_is_it(path)}; get it again") from error
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error: raise OSError(f"{path}: {_what_is_it(path, data)}; get it again") from error
     try: picture.load()
     except (OSError, ValueError, SyntaxError) as error: raise OSError(f"{path}: truncated or damaged ({error}); get it again") from error
     return picture
 
-# %% ../../nbs/data/03_pictures.ipynb #0c8eb51a
-def read_picture(path: str | Path) -> Image.Image: # RGB, orientation as stored
+# %% ../../nbs/data/03_pictures.ipynb #95108c6e
+def read_picture(path: str | Path, data: bytes | None = None # its content, if `path` is only a name
+                ) -> Image.Image: # RGB, orientation as stored
     "Read a picture as the official code sees it; raises OSError that says what the file is instead."
-    picture = _open(Path(path))
+    picture = _open(Path(path), data)
     if picture.mode.startswith("I"):
         values = np.asarray(picture).astype(np.float64)
         scale = 257. if picture.mode.startswith("I;16") or values.max(initial=0) > 255 else 1.
