@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['ImageFeatures', 'unit', 'to_rgb', 'Backbone', 'load_backbone', 'FeatureStats', 'feature_stats', 'center']
 
-# %% ../nbs/00_backbones.ipynb #edc095ab
+# %% ../nbs/00_backbones.ipynb #97d864d5
 import hashlib, json, warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -24,7 +24,8 @@ from torch.func import functional_call
 from torchvision.transforms import Compose
 from tqdm.auto import tqdm
 
-from .weights import Recipe, choose_dtype, count_parameters, find_recipe, load_model, make_tokenizer, save_model
+from .blip import Blip, BlipTokenizer
+from .weights import Recipe, choose_dtype, count_parameters, find_recipe, find_weights, load_model, make_tokenizer, save_model
 
 # %% ../nbs/00_backbones.ipynb #33d53905
 @dataclass(eq=False)
@@ -99,18 +100,36 @@ def _check_layer(patch_layer: int | None, n_layers: int) -> int: # counted from 
         raise ValueError(f"patch_layer={patch_layer}, but the image tower has {n_layers} blocks; expected {-n_layers} to {n_layers - 1}, or None for the last")
     return layer % n_layers
 
-# %% ../nbs/00_backbones.ipynb #3860bb97
+# %% ../nbs/00_backbones.ipynb #390133f0
+class _ClipTower:
+    "What `Backbone` asks of a model, answered by one of open_clip's; `foco.blip.Blip` answers it by itself."
+    def __init__(self, model: nn.Module):
+        visual, self.model = model.visual, model
+        self.D, self.grid, self.image_size = visual.output_dim, tuple(visual.grid_size), tuple(visual.image_size)
+        self.n_layers = len(visual.transformer.resblocks)
+
+    def image_features(self, pixels: Tensor, layer: int) -> tuple[Tensor, Tensor]: # (B, 3, H, W) -> (B, D), (B, P, D), not normalised
+        "Project the pooled token after the last block, and the patch tokens after block `layer`, counted from 0."
+        visual = self.model.visual
+        out = visual.forward_intermediates(pixels, indices=[layer], output_fmt="NLC")
+        return out["image_features"], visual.ln_post(out["image_intermediates"][0]) @ visual.proj
+
+    def text_features(self, ids: Tensor) -> Tensor: # (B, L) -> (B, D), not normalised
+        return _encode_tokens(self.model, ids)
+
+# %% ../nbs/00_backbones.ipynb #0719820e
 class Backbone:
     "A frozen encoder: pictures -> global and patch features, texts -> features, in one space of D dimensions."
     def __init__(self, recipe: Recipe, model: nn.Module, tokenizer: Callable, weights: str, patch_layer: int | None = None):
         self.recipe, self.model, self.tokenizer, self.weights = recipe, model, tokenizer, weights
         self.name, self.pretrained = recipe.name, recipe.pretrained
-        visual = model.visual
-        self.D, self.grid, self.image_size = visual.output_dim, tuple(visual.grid_size), tuple(visual.image_size)
-        self.P, self.n_layers = self.grid[0] * self.grid[1], len(visual.transformer.resblocks)
+        self.tower = tower = model if isinstance(model, Blip) else _ClipTower(model)
+        self.D, self.grid, self.image_size, self.n_layers = tower.D, tower.grid, tower.image_size, tower.n_layers
+        self.P = self.grid[0] * self.grid[1]
         self.patch_layer = _check_layer(patch_layer, self.n_layers)
         self.context_length = tokenizer.context_length
-        self.device, self.dtype = visual.proj.device, visual.proj.dtype
+        weight = next(model.parameters())
+        self.device, self.dtype = weight.device, weight.dtype
         self.activation = "quick_gelu" if recipe.model_cfg["quick_gelu"] else "gelu"
         cfg = _preprocess_cfg(recipe, self.image_size)
         self.preprocess = _make_preprocess(cfg) # PIL -> (3, H, W)
@@ -130,9 +149,9 @@ class Backbone:
                 f"after block {self.patch_layer + 1} of {self.n_layers}), {self.context_length} tokens, {self.activation}, "
                 f"{count_parameters(self.model) / 1e6:,.1f} M parameters, {str(self.dtype).removeprefix('torch.')} on {self.device}")
 
-# %% ../nbs/00_backbones.ipynb #2ef9f94f
+# %% ../nbs/00_backbones.ipynb #ec28ad7c
 def load_backbone(
-    name: str = "tiny-clip", # one of foco.weights.BACKBONES, any open_clip name with a plain ViT, or a model folder
+    name: str = "tiny-clip", # one of foco.weights.BACKBONES (BLIP too), any open_clip name with a plain ViT, or a model folder
     pretrained: str | None = None, # None: the default weights; a tag, a path, "TAG=path", or "random[:SEED]"
     device: str | torch.device | None = None, # None: a GPU if there is one
     dtype: str | torch.dtype | None = None, # None: float32 on a CPU (bfloat16 above a billion parameters), 16 bits on a GPU
@@ -143,11 +162,13 @@ def load_backbone(
     _check_layer(patch_layer, recipe.model_cfg["vision_cfg"].get("layers", 12))
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if device.type == "cuda" and not torch.cuda.is_available(): raise ValueError(f"device={device}, but torch finds no GPU; leave device out, or say 'cpu'")
-    dtype, tokenizer = choose_dtype(recipe.model_cfg, device, dtype), make_tokenizer(recipe)
+    dtype = choose_dtype(recipe.model_cfg, device, dtype)
+    if recipe.seed is None: find_weights(recipe) # before the vocabulary, which is of no use without them
+    tokenizer = make_tokenizer(recipe)
     model, weights = load_model(recipe, device, dtype)
     return Backbone(recipe, model, tokenizer, weights, patch_layer)
 
-# %% ../nbs/00_backbones.ipynb #b0a9f0a9
+# %% ../nbs/00_backbones.ipynb #6f91c5e7
 @patch
 @torch.no_grad()
 def encode_images(
@@ -158,10 +179,8 @@ def encode_images(
     if pixels.ndim != 4 or tuple(pixels.shape[1:]) != (3, *self.image_size):
         raise ValueError(f"pixels of shape {tuple(pixels.shape)}; {self.name} takes (B, 3, {self.image_size[0]}, {self.image_size[1]}), which `preprocess` makes")
     if not len(pixels): return ImageFeatures(torch.zeros(0, self.D, device=self.device), torch.zeros(0, self.P, self.D, device=self.device))
-    visual = self.model.visual
-    out = visual.forward_intermediates(pixels.to(self.device, self.dtype), indices=[self.patch_layer], output_fmt="NLC")
-    tokens = visual.ln_post(out["image_intermediates"][0]) @ visual.proj # (B, P, D)
-    return ImageFeatures(unit(out["image_features"]), unit(tokens))
+    global_, tokens = self.tower.image_features(pixels.to(self.device, self.dtype), self.patch_layer)
+    return ImageFeatures(unit(global_), unit(tokens))
 
 # %% ../nbs/00_backbones.ipynb #2e5114b0
 def _preprocess_all(backbone: Backbone, pictures: Iterable[Image.Image]): # yields tensors (3, H, W)
@@ -189,9 +208,10 @@ def encode_pictures(
         parts.append(features if patches else ImageFeatures(features.global_, features.patches[:, :0]))
     return ImageFeatures.cat(parts) if parts else ImageFeatures(torch.zeros(0, self.D), torch.zeros(0, self.P if patches else 0, self.D))
 
-# %% ../nbs/00_backbones.ipynb #b10afa89
+# %% ../nbs/00_backbones.ipynb #79909ac1
 def _cut_text(tokenizer: Callable, text: str) -> str: # "" if it fits
     "What a tokenizer drops from a text that is too long."
+    if isinstance(tokenizer, BlipTokenizer): return tokenizer.cut(text)
     if isinstance(tokenizer, HFTokenizer):
         ids = tokenizer.tokenizer(tokenizer.clean_fn(text))["input_ids"]
         return tokenizer.tokenizer.decode(ids[tokenizer.context_length - 1:], skip_special_tokens=True)
@@ -236,7 +256,7 @@ def _encode_tokens(model: nn.Module, ids: Tensor) -> Tensor: # (B, L) -> (B, D),
     short = {"model.positional_embedding": model.positional_embedding[:n], "model.attn_mask": model.attn_mask[:n, :n]}
     return functional_call(_TextTower(model), short, (ids[:, :n],))
 
-# %% ../nbs/00_backbones.ipynb #568d6ee7
+# %% ../nbs/00_backbones.ipynb #98659bc8
 @patch
 @torch.no_grad()
 def encode_texts(
@@ -253,7 +273,7 @@ def encode_texts(
     ids = self.tokenize(list(place), allow_empty)
     order = ids.ne(0).sum(1).argsort()      # by length
     batches = tqdm(ids[order].split(batch_size), unit="batch", disable=not progress)
-    features = torch.cat([unit(_encode_tokens(self.model, batch.to(self.device))).cpu() for batch in batches])
+    features = torch.cat([unit(self.tower.text_features(batch.to(self.device))).cpu() for batch in batches])
     return features[order.argsort()[[place[text] for text in texts]]]
 
 # %% ../nbs/00_backbones.ipynb #0bfd9d24

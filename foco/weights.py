@@ -7,7 +7,7 @@ __all__ = ['BACKBONES', 'BackboneEntry', 'MissingWeights', 'Recipe', 'find_recip
            'load_weights', 'build_model', 'count_parameters', 'choose_dtype', 'file_sha256', 'load_model', 'save_model',
            'make_tokenizer']
 
-# %% ../nbs/00_weights.ipynb #e91c6b59
+# %% ../nbs/00_weights.ipynb #c8dc419e
 import copy, difflib, hashlib, json, os, re, warnings, zipfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,11 +26,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-# %% ../nbs/00_weights.ipynb #1396ea2a
+from .blip import _VOCABULARIES, BLIP_CONFIGS, BLIP_WEIGHTS, blip_model_cfg, build_blip, make_blip_tokenizer, read_blip_folder, write_blip_folder
+
+# %% ../nbs/00_weights.ipynb #adc69bd2
 @dataclass(frozen=True)
 class BackboneEntry:
     "What a backbone's name stands for."
-    architecture: str | None # open_clip's name; None: read from `source`, a folder
+    architecture: str | None # open_clip's name, or one of BLIP_CONFIGS; None: read from `source`, a folder
     pretrained: str | None # the weights you get unless you ask for others
     activation: str | None # of those weights: "gelu" or "quick_gelu"
     source: str # where those weights come from: a folder, or a repository on the Hugging Face Hub
@@ -45,6 +47,8 @@ BACKBONES = {
     "ViT-L-14": BackboneEntry("ViT-L-14", "openai", "quick_gelu", "timm/vit_large_patch14_clip_224.openai"),
     "ViT-H-14": BackboneEntry("ViT-H-14", "laion2b_s32b_b79k", "gelu", "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"),
     "ViT-G-14": BackboneEntry("ViT-bigG-14", "laion2b_s39b_b160k", "gelu", "laion/CLIP-ViT-bigG-14-laion2B-39B-b160k"),
+    "BLIP-base": BackboneEntry("BLIP-base", "itm_coco", "gelu", "Salesforce/blip-itm-base-coco"),
+    "BLIP-large": BackboneEntry("BLIP-large", "itm_coco", "gelu", "Salesforce/blip-itm-large-coco"),
 }
 
 # %% ../nbs/00_weights.ipynb #670df76f
@@ -61,12 +65,13 @@ def _find_entry(name: str) -> tuple[str, BackboneEntry]: # one of BACKBONES, an 
     raise ValueError(f"unknown backbone {name!r}." + (f" Did you mean {' or '.join(near)}?" if near else "")
                      + f" foco has {', '.join(BACKBONES)}; any name in open_clip.list_models() or a model folder works too")
 
-# %% ../nbs/00_weights.ipynb #baa8558e
+# %% ../nbs/00_weights.ipynb #56f7aecf
 class MissingWeights(FileNotFoundError):
     "The weights are not on this computer; the message says which file, where it comes from and where it goes."
 
 def _weights_tags(entry: BackboneEntry) -> dict: # {tag: open_clip's description of those weights}
-    "List the weights that open_clip knows for an architecture."
+    "List the weights that are known for an architecture."
+    if entry.architecture in BLIP_WEIGHTS: return BLIP_WEIGHTS[entry.architecture]
     arch = (entry.architecture or "").removesuffix("-quickgelu")
     return {tag: open_clip.get_pretrained_cfg(arch, tag) for tag in open_clip.list_pretrained_tags_by_model(arch)}
 
@@ -88,21 +93,22 @@ def _find_source(entry: BackboneEntry, pretrained: str | None) -> tuple: # (tag 
     raise ValueError(f"unknown weights {value!r}." + (f" Did you mean {' or '.join(near)}?" if near else "")
                      + f" {entry.architecture or entry.source} has {', '.join([*tags, 'random'])}; a path to a file or folder works too")
 
-# %% ../nbs/00_weights.ipynb #550289fa
+# %% ../nbs/00_weights.ipynb #a7002705
 _CONFIG_NAMES = ("open_clip_config.json", "config.json")
-_WEIGHT_NAMES = ("open_clip_model.safetensors", "model.safetensors", "open_clip_pytorch_model.bin")
+_WEIGHT_NAMES = ("open_clip_model.safetensors", "model.safetensors", "open_clip_pytorch_model.bin", "pytorch_model.bin") # BLIP's are the second and the last
 
 def _read_folder(folder: Path): # -> (model_cfg, preprocess_cfg, path of the weights or None)
-    "Read a model folder in open_clip's hub format; raises MissingWeights or ValueError."
+    "Read a model folder in open_clip's hub format, or a BLIP in transformers'; raises MissingWeights or ValueError."
     config = next((folder / n for n in _CONFIG_NAMES if (folder / n).is_file()), None)
     if config is None:
         raise MissingWeights(f"no model in {folder}: expected {' or '.join(_CONFIG_NAMES)} and {' or '.join(_WEIGHT_NAMES[:2])}. "
                              "If this is the bundled tiny CLIP, the installation is incomplete: install foco again")
     cfg = json.loads(config.read_text(encoding="utf-8"))
+    weights = next((folder / n for n in _WEIGHT_NAMES if (folder / n).is_file()), None)
+    if cfg.get("model_type") == "blip": return *read_blip_folder(folder, cfg), weights
     model_cfg = cfg.get("model_cfg", {k: v for k, v in cfg.items() if k != "preprocess_cfg"})
     if lacks := {"embed_dim", "vision_cfg", "text_cfg"} - set(model_cfg):
-        raise ValueError(f"{config} is not an open_clip model config: it lacks {', '.join(sorted(lacks))}")
-    weights = next((folder / n for n in _WEIGHT_NAMES if (folder / n).is_file()), None)
+        raise ValueError(f"{config} is neither an open_clip model config (it lacks {', '.join(sorted(lacks))}) nor a BLIP's")
     return model_cfg, cfg.get("preprocess_cfg", {}), weights
 
 # %% ../nbs/00_weights.ipynb #44dd5965
@@ -129,13 +135,13 @@ def _find_activation(
         warnings.warn(f"{unsaid}: taking {entry.activation}, as {name} with {entry.pretrained}. To be sure, write pretrained='TAG={path}'")
     return entry.activation == "quick_gelu"
 
-# %% ../nbs/00_weights.ipynb #de3a64d2
+# %% ../nbs/00_weights.ipynb #51f13eb2
 @dataclass(frozen=True)
 class Recipe:
     "Everything needed to build one backbone; nothing is built or fetched yet."
     name: str # as in BACKBONES, open_clip's name, or the folder's name
     pretrained: str # weights tag, "bundled", "local" or "random:SEED"
-    model_cfg: dict # open_clip's architecture, with quick_gelu decided
+    model_cfg: dict # the architecture in open_clip's words, with quick_gelu decided
     preprocess_cfg: dict # mean, std, interpolation, resize_mode
     path: Path | None # local weights; None: from the hub, or random
     hub: str | None # repository of the weights, where they are not local
@@ -152,15 +158,20 @@ def _check_tower(name: str, model_cfg: dict):
             else "attention-pooled (CoCa)" if vision.get("attentional_pool") or "multimodal_cfg" in model_cfg else None)
     if kind: raise ValueError(f"{name}: its image tower is {kind}; patch features need a plain vision transformer, such as {', '.join(BACKBONES)}")
 
-# %% ../nbs/00_weights.ipynb #213c54c5
+# %% ../nbs/00_weights.ipynb #e64c1a81
+def _architecture(entry: BackboneEntry) -> dict: # model_cfg
+    "Look an architecture up, at open_clip or among the BLIPs."
+    arch = entry.architecture
+    return blip_model_cfg(BLIP_CONFIGS[arch]) if arch in BLIP_CONFIGS else open_clip.get_model_config(arch)
+
 def _check_same_model(name: str, entry: BackboneEntry, model_cfg: dict, folder: Path):
     "Refuse a folder that holds another architecture than the name says; raises ValueError."
-    named = entry.architecture and open_clip.get_model_config(entry.architecture)
-    sizes = lambda cfg: {"embed_dim": cfg["embed_dim"], **{k: cfg["vision_cfg"].get(k) for k in ("layers", "width", "patch_size")}}
+    named = entry.architecture and _architecture(entry)
+    sizes = lambda cfg: {"embed_dim": cfg["embed_dim"], **{k: cfg["vision_cfg"].get(k) for k in ("layers", "width", "patch_size")}, "text heads": cfg["text_cfg"].get("heads")}
     if named and sizes(named) != sizes(model_cfg):
         raise ValueError(f"{folder} does not hold {name}: found {sizes(model_cfg)}, expected {sizes(named)}. Load the folder by its path alone")
 
-# %% ../nbs/00_weights.ipynb #269a2db7
+# %% ../nbs/00_weights.ipynb #ed92a1be
 def find_recipe(
     name: str, # backbone
     pretrained: str | None = None, # weights: see the table above
@@ -173,7 +184,7 @@ def find_recipe(
         model_cfg, preprocess_cfg, weights = _read_folder(folder)
         _check_same_model(name, entry, model_cfg, folder)
     else:
-        model_cfg, weights = open_clip.get_model_config(entry.architecture), None
+        model_cfg, weights = _architecture(entry), None
         preprocess_cfg = _weights_tags(entry).get(tag or entry.pretrained) or _weights_tags(entry).get(entry.pretrained, {})
     _check_tower(name, model_cfg)
     quick = _find_activation(name, entry, bool(model_cfg.get("quick_gelu")), tag, path)
@@ -184,16 +195,20 @@ def find_recipe(
                   path=None if is_random else path if path and path.is_file() else weights,
                   hub=None if is_random or path else preprocess_cfg["hf_hub"], folder=folder)
 
-# %% ../nbs/00_weights.ipynb #052cd135
+# %% ../nbs/00_weights.ipynb #9bd1164e
 def _missing(recipe: Recipe, repo: str, file: str, why: str) -> MissingWeights:
     "Say what is missing and what to do."
+    blip = "blip" in recipe.model_cfg
+    command = f"{repo} {file} vocab.txt" if blip and file != "vocab.txt" else f"{repo} {file}"
+    mine = "/path/to/folder" if blip else f"{recipe.pretrained}=/path/to/weights.safetensors"
+    have = "a folder with config.json, model.safetensors and vocab.txt" if blip else "the weights"
     return MissingWeights(f"""nothing on this computer for {recipe.name} ({recipe.pretrained}): {why}
   the file       {file} from https://huggingface.co/{repo}
-  fetch it       hf download {repo} {file}   (older: huggingface-cli download ...), then run this again
-  or pass it     pretrained="{recipe.pretrained}=/path/to/weights.safetensors", if you have the weights already
+  fetch it       hf download {command}   (older: huggingface-cli download ...), then run this again
+  or pass it     pretrained="{mine}", if you have {have} already
   or do without  pretrained="random" for random weights, or "tiny-clip", the backbone that comes with foco""")
 
-# %% ../nbs/00_weights.ipynb #ff6e610c
+# %% ../nbs/00_weights.ipynb #725e81be
 def _fetch(recipe: Recipe, repo: str, names: Sequence[str], timeout: float = 5.) -> Path: # seconds to wait for the hub's first answer
     "Path of the first of `names` that the hub's cache or, tried once, the hub has; raises MissingWeights."
     for name in names:
@@ -212,7 +227,7 @@ def find_weights(recipe: Recipe) -> Path:
     "Path of the weights: local, cached, or downloaded now; raises MissingWeights."
     if recipe.path: return recipe.path
     repo, file = os.path.split(recipe.hub)
-    return _fetch(recipe, repo, [file] if file else [_WEIGHT_NAMES[0], _WEIGHT_NAMES[2]])
+    return _fetch(recipe, repo, [file] if file else _WEIGHT_NAMES[1::2] if "blip" in recipe.model_cfg else _WEIGHT_NAMES[::2])
 
 # %% ../nbs/00_weights.ipynb #5ec570c3
 def read_weights(path: Path) -> dict: # {name: tensor}
@@ -231,11 +246,12 @@ def read_weights(path: Path) -> dict: # {name: tensor}
         raise ValueError(f"{path} is not a state dict: expected names and tensors, or those under 'state_dict'")
     return {k.removeprefix("module."): v for k, v in state.items() if k not in ("input_resolution", "context_length", "vocab_size")}
 
-# %% ../nbs/00_weights.ipynb #8a2599d8
+# %% ../nbs/00_weights.ipynb #cbcee93a
 def load_weights(model: nn.Module, path: Path):
     "Copy a file's weights into a model; raises ValueError unless every name and shape fits."
     state, own = read_weights(path), model.state_dict()
     if "positional_embedding" in state and "positional_embedding" not in own: state = convert_to_custom_text_state_dict(state)
+    state = {k: v for k, v in state.items() if k in own or not k.endswith(".position_ids")} # 0, 1, 2, ...: older transformers kept them with the weights
     lacks, extra = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
     other = [f"{k} {tuple(state[k].shape)}, not {tuple(v.shape)}" for k, v in own.items() if k in state and state[k].shape != v.shape and v.numel() > 1]
     if lacks or extra or other:
@@ -244,41 +260,44 @@ def load_weights(model: nn.Module, path: Path):
         raise ValueError(f"{path} does not fit this architecture: {'; '.join(found)}. Is it a file for another backbone?")
     model.load_state_dict({k: v.reshape(own[k].shape) for k, v in state.items()})
 
-# %% ../nbs/00_weights.ipynb #b1614ffb
-_RANDOM_INITS = (Tensor.normal_, Tensor.uniform_, nn.init.normal_, nn.init.uniform_, nn.init.kaiming_uniform_, nn.init.trunc_normal_)
+# %% ../nbs/00_weights.ipynb #fb626d13
+_RANDOM_INITS = ("normal_", "uniform_", "kaiming_uniform_", "trunc_normal_") # of Tensor and of nn.init; transformers puts functions of its own in their place
 
 class _InitMode(TorchFunctionMode):
     "While a model is built, draw its initial values from a private generator (seed), or not at all (None)."
     def __init__(self, seed: int | None):
         super().__init__()
         self.generator = None if seed is None else torch.Generator().manual_seed(seed)
+        self.drawn = torch.empty(0, dtype=torch.float32) # one piece of memory for all draws: thousands of short-lived ones would leave gaps
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
         drawn = {"generator": self.generator, "dtype": torch.float32} # in float32, so that the model's type makes no difference
         if func is torch.randn:
             return torch.randn(*args, **{**kwargs, **drawn}).to(torch.get_default_dtype()) if self.generator else torch.empty(*args, **kwargs)
-        if func not in _RANDOM_INITS: return func(*args, **kwargs)
+        if getattr(func, "__name__", "") not in _RANDOM_INITS: return func(*args, **kwargs)
         target = args[0] if args else kwargs.pop("tensor")
         if self.generator is None: return target
         kwargs["generator"] = self.generator
-        with torch.no_grad(): return target.copy_(func(torch.empty(target.shape, dtype=torch.float32), *args[1:], **kwargs))
+        if self.drawn.numel() < target.numel(): self.drawn = torch.empty(target.numel(), dtype=torch.float32)
+        with torch.no_grad(): return target.copy_(func(self.drawn[:target.numel()].view(target.shape), *args[1:], **kwargs))
 
-# %% ../nbs/00_weights.ipynb #2caf73c3
+# %% ../nbs/00_weights.ipynb #7fcf22d0
 def build_model(
     model_cfg: dict, # open_clip's architecture
     dtype: torch.dtype = torch.float32, # of every parameter
     seed: int | None = None, # None: uninitialised, for weights that follow
     device: str = "cpu", # "meta" builds shapes without memory
 ) -> nn.Module:
-    "Build a frozen open_clip model."
+    "Build a frozen model: open_clip's, or a BLIP."
     cfg, before = copy.deepcopy(model_cfg), torch.get_default_dtype()
     hf_text = cfg["text_cfg"].get("hf_model_name")
     if hf_text: cfg["text_cfg"]["hf_model_pretrained"] = False # its weights are in ours
     kind = open_clip.CustomTextCLIP if cfg.pop("custom_text", False) or hf_text else open_clip.CLIP
+    make = partial(build_blip, cfg) if "blip" in cfg else partial(kind, **cfg)
     try:
         torch.set_default_dtype(dtype)
-        with _InitMode(seed), torch.device(device): model = kind(**cfg)
+        with _InitMode(seed), torch.device(device): model = make()
     finally: torch.set_default_dtype(before)
     return model.eval().requires_grad_(False)
 
@@ -320,21 +339,26 @@ def load_model(
     weights = f"sha256:{file_sha256(path)}" if recipe.path else f"hub:{recipe.hub.rstrip('/')}" if path else recipe.pretrained
     return model.to(device), weights
 
-# %% ../nbs/00_weights.ipynb #d6066e72
+# %% ../nbs/00_weights.ipynb #814bb55c
 def save_model(
     model: nn.Module, # from `load_model`
     recipe: Recipe, # that it was built from
     folder: str | Path, # made if it does not exist
     dtype: torch.dtype | None = None, # of the file; float16 halves it
 ) -> Path:
-    "Write config, weights and vocabulary in open_clip's hub format."
+    "Write config, weights and vocabulary in open_clip's hub format, of a BLIP in transformers'."
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     keep = {k: v for k, v in recipe.preprocess_cfg.items() if k in ("mean", "std", "interpolation", "resize_mode", "fill_color")}
+    tensors = {k: v.to("cpu", dtype or v.dtype).contiguous() for k, v in model.state_dict().items()}
+    if "blip" in recipe.model_cfg:
+        write_blip_folder(folder, recipe.model_cfg, keep, _find_vocabulary(recipe))
+        save_file(tensors, folder / _WEIGHT_NAMES[1], metadata={"format": "pt"}) # transformers wants to be told
+        return folder
     (folder / _CONFIG_NAMES[0]).write_text(json.dumps({"model_cfg": recipe.model_cfg, "preprocess_cfg": keep}, indent=2) + "\n", encoding="utf-8")
     if vocabulary := (recipe.model_cfg["text_cfg"].get("tokenizer_kwargs") or {}).get("bpe_path"):
         (folder / vocabulary).write_bytes((recipe.folder / vocabulary).read_bytes())
-    save_file({k: v.to("cpu", dtype or v.dtype).contiguous() for k, v in model.state_dict().items()}, folder / _WEIGHT_NAMES[0])
+    save_file(tensors, folder / _WEIGHT_NAMES[0])
     return folder
 
 # %% ../nbs/00_weights.ipynb #94b74203
@@ -342,9 +366,19 @@ def _clean(clean: Callable, text: str) -> str: # clean: the tokenizer's own func
     "Clean a text, and break up what would be mistaken for a mark."
     return re.sub("<(start|end)_of_text>", r"< \1_of_text>", clean(text), flags=re.IGNORECASE)
 
-# %% ../nbs/00_weights.ipynb #d5c1fcce
+# %% ../nbs/00_weights.ipynb #04f91a27
+def _find_vocabulary(recipe: Recipe) -> Path | None: # None: random weights, or saved from such
+    "Path of a BLIP's vocabulary; raises MissingWeights."
+    folders = [folder for folder in (recipe.folder, recipe.path and recipe.path.parent) if folder]
+    if found := [folder / n for folder in folders for n in _VOCABULARIES if (folder / n).is_file()]: return found[0]
+    if recipe.seed is not None or recipe.model_cfg["text_cfg"].get("words") == "checksum": return None
+    if recipe.folder: raise MissingWeights(f"{recipe.folder} has no vocabulary: put {' or '.join(_VOCABULARIES)} there, from the repository that its weights come from")
+    return _fetch(recipe, recipe.preprocess_cfg["hf_hub"].rstrip("/"), _VOCABULARIES)
+
+# %% ../nbs/00_weights.ipynb #9c8cf2ce
 def make_tokenizer(recipe: Recipe):
-    "Make the tokenizer that belongs to a model; raises MissingWeights or ValueError."
+    "Make the tokenizer that belongs to a model; raises MissingWeights or ValueError. A random BLIP without a vocabulary numbers words by a checksum."
+    if "blip" in recipe.model_cfg: return make_blip_tokenizer(recipe.model_cfg, _find_vocabulary(recipe))
     text = recipe.model_cfg["text_cfg"]
     kwargs = {**(text.get("tokenizer_kwargs") or {}), "context_length": text.get("context_length", 77)}
     if name := text.get("hf_tokenizer_name"):

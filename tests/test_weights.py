@@ -210,6 +210,15 @@ def test_random_weights_are_seeded_and_private():
     for k in a: torch.testing.assert_close(half[k].float(), a[k], atol=1e-3, rtol=1e-2)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss counts in other units")
+def test_no_model_in_float32_on_the_way():
+    "302 MB of bfloat16 and one tensor at a time in float32 (101 MB); a whole model in float32 would be 605 MB more."
+    code = ("import resource; from foco.backbones import load_backbone; peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss; before = peak(); "
+            "load_backbone('ViT-B-32', 'random', device='cpu', dtype='bfloat16'); print((peak() - before) // 1024)")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert 250 < int(done.stdout) < 500
+
+
 # ---- vocabularies ----
 
 def test_tokenizer_of_transformers(bundle):

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from tqdm.auto import tqdm
 import foco
-from .. import backbones, weights
+from .. import backbones, blip, weights
 from ..backbones import Backbone, ImageFeatures, unit
 from . import pictures as pictures_module
 from .entries import Layout, Outdated, drop_unfinished, json_sha256, layout_bytes, stored_arrays
@@ -33,7 +33,7 @@ def _code_sha256(crop: Callable | None = None) -> str:
     "Identify the code between a file and its features, the module that cuts boxes out of pictures included."
     try: own = [] if crop is None else [inspect.getsource(inspect.getmodule(crop))]
     except (OSError, TypeError): own = [f"{crop.__module__}.{crop.__qualname__}"]           # made in a notebook: only its name is known
-    return json_sha256(_sources(weights, backbones, pictures_module) + own)
+    return json_sha256(_sources(weights, backbones, blip, pictures_module) + own)
 
 def cache_key(backbone: Backbone,
               manifest: list,   # what the pictures depend on, as JSON
