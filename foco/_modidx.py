@@ -1041,6 +1041,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                               'foco.weights.build_model': ('weights.html#build_model', 'foco/weights.py'),
                               'foco.weights.choose_dtype': ('weights.html#choose_dtype', 'foco/weights.py'),
                               'foco.weights.count_parameters': ('weights.html#count_parameters', 'foco/weights.py'),
+                              'foco.weights.fetch_parts': ('weights.html#fetch_parts', 'foco/weights.py'),
                               'foco.weights.file_sha256': ('weights.html#file_sha256', 'foco/weights.py'),
                               'foco.weights.find_recipe': ('weights.html#find_recipe', 'foco/weights.py'),
                               'foco.weights.find_weights': ('weights.html#find_weights', 'foco/weights.py'),

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['ImageFeatures', 'unit', 'to_rgb', 'Backbone', 'load_backbone', 'FeatureStats', 'feature_stats', 'center']
 
-# %% ../nbs/00_backbones.ipynb #97d864d5
+# %% ../nbs/00_backbones.ipynb #a9d79dfc
 import hashlib, json, warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -25,7 +25,7 @@ from torchvision.transforms import Compose
 from tqdm.auto import tqdm
 
 from .blip import Blip, BlipTokenizer
-from .weights import Recipe, choose_dtype, count_parameters, find_recipe, find_weights, load_model, make_tokenizer, save_model
+from .weights import Recipe, choose_dtype, count_parameters, fetch_parts, find_recipe, load_model, make_tokenizer, save_model
 
 # %% ../nbs/00_backbones.ipynb #33d53905
 @dataclass(eq=False)
@@ -149,7 +149,7 @@ class Backbone:
                 f"after block {self.patch_layer + 1} of {self.n_layers}), {self.context_length} tokens, {self.activation}, "
                 f"{count_parameters(self.model) / 1e6:,.1f} M parameters, {str(self.dtype).removeprefix('torch.')} on {self.device}")
 
-# %% ../nbs/00_backbones.ipynb #ec28ad7c
+# %% ../nbs/00_backbones.ipynb #e4e95ad2
 def load_backbone(
     name: str = "tiny-clip", # one of foco.weights.BACKBONES (BLIP too), any open_clip name with a plain ViT, or a model folder
     pretrained: str | None = None, # None: the default weights; a tag, a path, "TAG=path", or "random[:SEED]"
@@ -162,9 +162,9 @@ def load_backbone(
     _check_layer(patch_layer, recipe.model_cfg["vision_cfg"].get("layers", 12))
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if device.type == "cuda" and not torch.cuda.is_available(): raise ValueError(f"device={device}, but torch finds no GPU; leave device out, or say 'cpu'")
-    dtype = choose_dtype(recipe.model_cfg, device, dtype)
-    if recipe.seed is None: find_weights(recipe) # before the vocabulary, which is of no use without them
-    tokenizer = make_tokenizer(recipe)
+    if dtype is not None: dtype = choose_dtype(recipe.model_cfg, device, dtype) # a wrong one is said before a download
+    fetch_parts(recipe)
+    dtype, tokenizer = choose_dtype(recipe.model_cfg, device, dtype), make_tokenizer(recipe)
     model, weights = load_model(recipe, device, dtype)
     return Backbone(recipe, model, tokenizer, weights, patch_layer)
 

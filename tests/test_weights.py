@@ -83,6 +83,16 @@ def test_contradicting_folder_raises(bundle):
     with pytest.raises(ValueError, match="does not hold ViT-L-14"): load_backbone("ViT-L-14", bundle)
 
 
+def test_contradicting_size_raises(bundle):
+    path = bundle / "open_clip_config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    for size, fits in ((64, True), ([3, 64, 64], True), ([64, 64], True), (224, False), ([64, 96], False)):
+        path.write_text(json.dumps({**config, "preprocess_cfg": {**config["preprocess_cfg"], "size": size}}), encoding="utf-8")
+        if fits: find_recipe(bundle)
+        else:
+            with pytest.raises(ValueError, match="the model takes 64"): find_recipe(bundle)
+
+
 def test_reload_by_path_keeps_the_activation(tmp_path, pictures):
     made = load_backbone("ViT-B-32", "random:5", device="cpu", dtype="bfloat16")
     save_file(made.model.state_dict(), tmp_path / "weights.safetensors")
@@ -101,6 +111,13 @@ def test_missing_weights_say_what_to_do(offline):
     for part in ("open_clip_model.safetensors", "https://huggingface.co/laion/CLIP-ViT-bigG-14-laion2B-39B-b160k", "hf download laion/",
                  'pretrained="laion2b_s39b_b160k=/path/', "HF_HUB_OFFLINE"):
         assert part in str(caught.value)
+
+
+def test_missing_parts_of_a_text_tower_from_transformers(offline):
+    with pytest.raises(MissingWeights, match="hf download laion/CLIP-ViT-B-32-roberta-base-laion2B-s12B-b32k open_clip_model.safetensors"):
+        load_backbone("roberta-ViT-B-32", "laion2b_s12b_b32k", device="cpu")
+    with pytest.raises(MissingWeights, match="hf download roberta-base config.json"): load_backbone("roberta-ViT-B-32", "random", device="cpu")
+    with pytest.raises(ValueError, match="expected float32"): load_backbone("ViT-L-14", dtype="int8") # before anything is fetched
 
 
 def test_offline_process_fails_at_once(tmp_path):
@@ -210,10 +227,10 @@ def test_random_weights_are_seeded_and_private():
     for k in a: torch.testing.assert_close(half[k].float(), a[k], atol=1e-3, rtol=1e-2)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss counts in other units")
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells the peak of a process in /proc")
 def test_no_model_in_float32_on_the_way():
     "302 MB of bfloat16 and one tensor at a time in float32 (101 MB); a whole model in float32 would be 605 MB more."
-    code = ("import resource; from foco.backbones import load_backbone; peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss; before = peak(); "
+    code = ("import re; from foco.backbones import load_backbone; peak = lambda: int(re.search(r'VmHWM:\\s*(\\d+)', open('/proc/self/status').read())[1]); before = peak(); "
             "load_backbone('ViT-B-32', 'random', device='cpu', dtype='bfloat16'); print((peak() - before) // 1024)")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert 250 < int(done.stdout) < 500
