@@ -448,7 +448,9 @@ def test_code_that_changed_does_not_go_on(tmp_path, rules, monkeypatch):
 
 def test_a_store_feeds_training(tmp_path, rules):
     from foco.backbones import load_backbone
-    from foco.train import cache_features, make_config, train
+    from foco.train import train
+    from foco.training.config import make_config
+    from foco.training.features import cache_features
     decompose_captions(captions_of(data_source("toyworld").training_pairs(96)), tmp_path/"pairs", rules)
     config = make_config(n_images=96, batch_size=8, steps=2, decompositions=str(tmp_path/"pairs"))
     pairs = config.training_pairs(96)

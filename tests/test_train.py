@@ -1,14 +1,18 @@
 """Training: resume, checkpoints, errors, and every setting switched on once."""
-import errno, json
+import errno, json, os, signal, subprocess, sys, time
 from dataclasses import replace
 
 import pytest
 import torch
 import foco.train as T
+import foco.training.checkpoints as checkpoints
 from foco.backbones import ImageFeatures, load_backbone
 from foco.counterfactuals import make_counterfactuals
 from foco.data.pairs import data_source
-from foco.train import (CheckpointError, bundled_foco, cache_features, latest_checkpoint, load_foco, load_trained, make_config, train)
+from foco.train import train
+from foco.training.checkpoints import CheckpointError, bundled_foco, latest_checkpoint, load_foco, load_trained, read_card
+from foco.training.config import make_config
+from foco.training.features import LivePictures, cache_features
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +38,7 @@ def test_same_seed_same_model(backbone, training, tmp_path):
 
 @pytest.mark.parametrize("stop", [3, 9]) # in stage 1, in stage 2
 def test_resumed_equals_uninterrupted(backbone, training, tmp_path, monkeypatch, stop):
-    settings = config(bias="learned")
+    settings = config(bias="learned", ema=.9, clip=1., schedule="constant", chunk=30)
     whole, history = train(backbone, training, settings, tmp_path / "whole", save_every=1, log_every=1)
     real_step, taken = T.train_step, []
     def interrupted(*args):
@@ -55,16 +59,16 @@ def test_resuming_with_other_settings_is_refused(backbone, training, tmp_path):
 
 
 def test_full_disk_leaves_the_last_checkpoint(backbone, training, tmp_path, monkeypatch):
-    real, calls = T.save_file, []
+    real, calls = checkpoints.save_file, []
     def full(tensors, path):
         calls.append(path)
         if len(calls) > 3:
             path.write_bytes(b"half a file")
             raise OSError(errno.ENOSPC, "No space left on device")
         real(tensors, path)
-    monkeypatch.setattr(T, "save_file", full)
+    monkeypatch.setattr(checkpoints, "save_file", full)
     with pytest.raises(CheckpointError, match="No space left.*last complete one is .*stage1-0000002"): train(backbone, training, config(), tmp_path, save_every=2)
-    monkeypatch.setattr(T, "save_file", real)
+    monkeypatch.setattr(checkpoints, "save_file", real)
     assert latest_checkpoint(tmp_path).name == "stage1-0000002" and not list(tmp_path.glob("*.unfinished"))
     load_foco(latest_checkpoint(tmp_path), backbone)
     train(backbone, training, config(), tmp_path) # resumes
@@ -90,8 +94,8 @@ def test_checkpoint_of_another_backbone(backbone, training, tmp_path):
 def test_misspelled_weights_are_refused(backbone, training, tmp_path):
     train(backbone, training, config(), tmp_path)
     path = tmp_path / "foco" / "foco.safetensors"
-    state = T.load_file(path)
-    T.save_file({("typo." + k if i == 0 else k): v for i, (k, v) in enumerate(state.items())}, path)
+    state = checkpoints.load_file(path)
+    checkpoints.save_file({("typo." + k if i == 0 else k): v for i, (k, v) in enumerate(state.items())}, path)
     with pytest.raises(RuntimeError, match="typo"): load_foco(tmp_path / "foco", backbone)
 
 
@@ -99,7 +103,7 @@ def test_misspelled_weights_are_refused(backbone, training, tmp_path):
     {"variant": "centred", "contexts": "pooled"}, {"aggregation_in_stage2": False}, {"bias": "none"}, {"bias": "learned"}, {"query": "text"}, {"attention": "dot"}, {"attention": "mask"}, {"completion": "linear"}, {"blocks": 0},
     {"use_background": False}, {"start": "random"}, {"inference_background": False}, {"variant": "centred", "partial_context": 0.}, {"variant": "centred", "visual_mixing": .5}, {"variant": "paper"}, {"expand": 1},
     {"heads": 4}, {"stage1_epochs": .5}, {"weight_decay": 0.}, {"residual": False}, {"counterfactuals": 1}, {"counterfactuals": 0, "completion_in_stage2": True}, {"completion_in_stage2": True},
-    {"variant": "centred"}], ids=str)
+    {"variant": "centred"}, {"warmup": 0.}, {"schedule": "constant"}, {"clip": .1}, {"ema": .9}, {"precision": "bfloat16"}, {"chunk": 7}, {"chunk": None}], ids=str)
 def test_every_setting_runs(backbone, training, tmp_path, given):
     model, history = train(backbone, training, replace(config(**given), steps=2), tmp_path, log_every=1)
     assert len(history) == 4 and all(h["loss"] > 0 for h in history)
@@ -114,11 +118,12 @@ def test_drawing_counterfactuals(training):
     "Deterministic; all of the pool if as many are asked for; never one twice."
     g = lambda seed: torch.Generator().manual_seed(seed)
     index, pool = torch.tensor([3, 5, 8]), training.edits.real.shape[1]
-    once, again, other = (training.edits.draw(index, 4, g(s)) for s in (1, 1, 2))
+    v_g = training.images.global_[index]
+    once, again, other = (training.edits.draw(index, 4, g(s), v_g) for s in (1, 1, 2))
     assert all(torch.equal(a, b) for a, b in zip(once, again)) and not torch.equal(once.m, other.m)
-    a, b = (training.edits.draw(index, pool, g(s)) for s in (1, 2))
+    a, b = (training.edits.draw(index, pool, g(s), v_g) for s in (1, 2))
     for x, y in zip(a.m, b.m): assert torch.cdist(x, y).min(1).values.max() < 1e-3 and torch.cdist(y, x).min(1).values.max() < 1e-3
-    assert training.edits.draw(index, 2, g(1)).m.shape[1] == 2
+    assert training.edits.draw(index, 2, g(1), v_g).m.shape[1] == 2
 
 
 def test_wordings_and_k_max_reach_the_counterfactuals(tmp_path):
@@ -156,3 +161,85 @@ def test_bundled_foco_loads_and_says_how_it_was_made():
     card = json.loads((bundled_foco() / "foco.json").read_text(encoding="utf-8"))
     assert card["backbone"]["weights"] == backbone.identity["weights"] and card["commit"] and card["steps"] and card["config"]["seed"] == 0
     assert not model.training
+
+
+def command(out, *more, processes=1, **settings):
+    "The command line of a small run on two images a step and process."
+    given = ["--n-images", "64", "--batch-size", "8", "--steps", "6", "--backbone", "tiny-clip", "--out", str(out), "--overrides", json.dumps(settings), *more]
+    return [sys.executable, *(["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)] if processes > 1 else []), "-m", "foco.train", *given]
+
+
+ALONE = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
+
+
+def test_killed_and_run_again_equals_uninterrupted(tmp_path):
+    "kill -9, as a cluster does it; the files are the same bit for bit."
+    settings = dict(bias="learned", ema=.9)
+    subprocess.run(command(tmp_path / "whole", "--save-every", "5", "--steps", "60", **settings), env=ALONE, check=True, capture_output=True)
+    cut = subprocess.Popen(command(tmp_path / "cut", "--save-every", "5", "--steps", "60", **settings), env=ALONE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    until = time.time() + 120
+    while time.time() < until and not ((now := latest_checkpoint(tmp_path / "cut")) and now.name > "stage2-0000010"): time.sleep(.02)
+    cut.send_signal(signal.SIGKILL); cut.wait()
+    assert not (tmp_path / "cut" / "foco").exists() and 10 < read_card(latest_checkpoint(tmp_path / "cut"))["step"] < 60
+    subprocess.run(command(tmp_path / "cut", "--save-every", "5", "--steps", "60", **settings), env=ALONE, check=True, capture_output=True)
+    whole, again = (checkpoints.load_file(tmp_path / name / "foco" / "foco.safetensors") for name in ("whole", "cut"))
+    assert whole.keys() == again.keys() and all(torch.equal(whole[k], again[k]) for k in whole)
+
+
+def test_two_processes_train_as_one(tmp_path):
+    for n in (1, 2): subprocess.run(command(tmp_path / str(n), processes=n, visual_mixing=.5, partial_context=.5, completion_in_stage2=True), env=ALONE, check=True, capture_output=True, timeout=300)
+    one, two = (checkpoints.load_file(tmp_path / n / "foco" / "foco.safetensors") for n in "12")
+    assert torch.cat([(one[k] - two[k]).abs().flatten() for k in one]).mean() < 2e-5        # a few move more: the size of Adam's first steps is the rate, whatever the gradient's
+    a, b = (read_card(tmp_path / n / "foco") for n in "12"); assert b["processes"] == 2
+    for x, y in zip(a["history"], b["history"], strict=True): assert all(abs(x[k] - y[k]) <= 2e-3 * abs(x[k]) + 1e-5 for k in x if k.endswith(("loss", " min", " max"))), (x, y)
+    failed = subprocess.run([*command(tmp_path / "odd", "--start-over", processes=2), "--batch-size", "7"], env=ALONE, capture_output=True, text=True, timeout=300)
+    assert failed.returncode and "batch_size=7 cannot be shared evenly by 2 processes" in failed.stderr
+
+
+def test_the_command_names_what_is_wrong(tmp_path, capsys):
+    base = ["--out", str(tmp_path), "--backbone", "tiny-clip"]
+    for more, words in ((["--overrides", '{"batch_sz": 3}'], "did you mean batch_size"), (["--data", "nowhere"], "nowhere"), (["--variant", "best"], "unknown variant"), (["--overrides", "{"], "Expecting")):
+        assert T.main([*base, *more]) == 1 and words in capsys.readouterr().err
+    with pytest.raises(SystemExit): T.main(["--backbone", "tiny-clip"])
+
+
+@pytest.mark.parametrize("features", ["live", "float16", "int8"])
+def test_training_from_other_places_equals_training_from_memory(backbone, training, tmp_path, features):
+    pairs = data_source("toyworld").training_pairs(64)
+    other = cache_features(backbone, pairs, True, counterfactuals=make_counterfactuals(pairs.decompositions), features=features, cache=tmp_path / "cache", workers=1)
+    a, b = (train(backbone, t, config(features=f), tmp_path / f)[1] for t, f in ((training, "memory"), (other, features)))
+    assert max(abs(x["loss"] / y["loss"] - 1) for x, y in zip(a, b, strict=True)) < (2e-2 if features == "int8" else 2e-3)
+
+
+def test_ema_is_the_average_of_the_weights(backbone, training, tmp_path):
+    plain = replace(config(), steps=3)
+    model, _ = train(backbone, training, plain, tmp_path / "plain")
+    averaged, _ = train(backbone, training, replace(plain, ema=.5), tmp_path / "ema")
+    assert not torch.equal(weights(model), weights(averaged))
+    assert torch.equal(weights(load_foco(tmp_path / "ema" / "foco", backbone)), weights(averaged))
+    last = checkpoints.load_file(latest_checkpoint(tmp_path / "ema") / "foco.safetensors")
+    assert all(torch.equal(last[k], v) for k, v in model.state_dict().items())      # the average does not touch what is trained
+
+
+def test_clipping_bounds_the_step(backbone, training, tmp_path):
+    free, held = (train(backbone, training, config(clip=c), tmp_path / str(c), log_every=1)[1] for c in (None, 1e-3))
+    assert free[0]["gradient norm F_Aggr"] == held[0]["gradient norm F_Aggr"] > 1e-3 and free[3]["loss"] != held[3]["loss"]
+
+
+def test_validation_keeps_the_best(backbone, training, tmp_path):
+    scores = iter([3., 7., 5., 2.])
+    seen = []
+    def validate(model):
+        assert not model.training
+        seen.append(weights(model).clone()); return {"R@1": next(scores)}
+    model, history = train(backbone, training, config(), tmp_path, validate=validate, validate_every=3, log_every=100)
+    assert [h["validation R@1"] for h in history if "validation R@1" in h] == [3., 7., 5., 2.]
+    assert torch.equal(weights(load_foco(tmp_path / "best", backbone)), seen[1]) and read_card(tmp_path / "best")["best"]["score"] == 7. and read_card(tmp_path / "foco")["best"]["stage"] == 1
+
+
+def test_tensorboard_gets_the_numbers(backbone, training, tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    _, history = train(backbone, training, config(), tmp_path, log_every=2, tracker="tensorboard")
+    events = EventAccumulator(str(tmp_path / "tensorboard")); events.Reload()
+    assert [round(e.value, 3) for e in events.Scalars("loss")] == [round(h["loss"], 3) for h in history] and "aggregation negative max" in events.Tags()["scalars"]
+    with pytest.raises(ValueError, match="expected 'tensorboard'"): train(backbone, training, config(), tmp_path / "x", tracker="paper")

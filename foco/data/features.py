@@ -174,7 +174,7 @@ def text_key(backbone: Backbone, texts: Sequence[str], dtype: str) -> dict: # JS
     said = hashlib.sha256()
     for i in range(0, len(texts), _PART): said.update(json.dumps(list(texts[i:i + _PART])).encode())
     identity = {k: v for k, v in backbone.identity.items() if k not in ("patch_layer", "preprocess_sha256")}
-    return {"format": FORMAT, "foco": foco.__version__, "code": json_sha256(_sources(weights, backbones)), "backbone": identity,
+    return {"format": FORMAT, "foco": foco.__version__, "code": json_sha256(_sources(weights, backbones, blip)), "backbone": identity,
             "computed_in": str(backbone.dtype).removeprefix("torch."), "dtype": dtype, "n": len(texts), "texts": said.hexdigest(),
             "tokens": json_sha256(backbone.tokenizer(list(texts[:64])).tolist())}
 

@@ -293,10 +293,10 @@ def epoch_order(sizes: Sequence[int],   # samples of each shard, as in `Shards.s
     parts = [np.concatenate([np.arange(starts[s], starts[s + 1]) for s in shards[i:i + group]]) for i in range(0, len(shards), group)]
     return np.concatenate([dice.permutation(p) for p in parts]) if parts else np.arange(0)
 
-# %% ../../nbs/data/11_shards.ipynb #f8268cc2
+# %% ../../nbs/data/11_shards.ipynb #b7e408e6
 def shard_pairs(folder: str | Path,                 # of shards, indexed
                 decompositions: str | Path,         # folder of a store that foco_decompose made from their captions
-                n: int | None = None,               # only the first so many; None: all
+                n: int | None = None,               # at most so many, the first ones; None: all
                 index: str | Path | None = None,    # where the index is, if not in the folder
                 worst: float = .2                   # the largest share of samples that may be left out
                ) -> Pairs:
@@ -311,10 +311,9 @@ def shard_pairs(folder: str | Path,                 # of shards, indexed
     good = int(np.searchsorted(pictures.rows, seen))
     told = f"{seen - len(have):,} of {seen:,} samples are left out: {seen - good:,} are bad (foco_index_shards says why), {good - len(have):,} have no decomposition in {decompositions}"
     if seen - len(have) > worst * seen: raise ValueError(f"{what}: {told}; that is more than {worst:.0%}. Finish the run of foco_decompose, or decompose more of the captions")
-    if not enough: raise ValueError(f"{what}: {n:,} pictures with pairs were asked for, and there are {len(have):,} ({told}); ask for as many, or for all with n=None")
     kept, said = pictures.take(have), Records(found, at[have])
     same_captions(what, kept.keys, kept.captions, said.captions)
-    if seen > len(have): warnings.warn(f"{what}: {told}")
+    if seen > len(have) or not enough: warnings.warn(f"{what}: {told}" + ("" if enough else f". {n:,} pictures were asked for, {len(have):,} are used"))
     return Pairs(kept, said, what, "train", kept.keys)
 
 # %% ../../nbs/data/11_shards.ipynb #8f53d72c
