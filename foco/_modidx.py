@@ -785,6 +785,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                     'foco/toyworld/benchmarks.py'),
                                           'foco.toyworld.benchmarks._fill': ( 'toyworld/benchmarks.html#_fill',
                                                                               'foco/toyworld/benchmarks.py'),
+                                          'foco.toyworld.benchmarks._is_written': ( 'toyworld/benchmarks.html#_is_written',
+                                                                                    'foco/toyworld/benchmarks.py'),
                                           'foco.toyworld.benchmarks._made_over': ( 'toyworld/benchmarks.html#_made_over',
                                                                                    'foco/toyworld/benchmarks.py'),
                                           'foco.toyworld.benchmarks._matched': ( 'toyworld/benchmarks.html#_matched',

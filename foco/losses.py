@@ -6,8 +6,9 @@
 __all__ = ['Phi', 'Asked', 'Batch', 'draw_pick', 'Objective', 'contexts_of', 'literal_loss', 'Questions', 'Tokens', 'in_pieces',
            'even_slices', 'piece_slices', 'World', 'counterfactual_loss', 'questions_of', 'pair_losses', 'total_loss']
 
-# %% ../nbs/04_losses.ipynb #cf97a978
+# %% ../nbs/04_losses.ipynb #b49c4482
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 import torch
@@ -222,12 +223,13 @@ def piece_slices(B: int, M: int, K: int, chunk: int | None, whole: bool) -> Iter
     images, questions = None if chunk is None else chunk // (K + M), None if chunk is None or whole else chunk - K
     for rows in even_slices(B, images): yield from ((rows, cols, K if cols.start == 0 else 0) for cols in even_slices(M, questions))
 
-# %% ../nbs/04_losses.ipynb #c199c268
+# %% ../nbs/04_losses.ipynb #9c25fa4e
 class World(NamedTuple):
     "How the processes of a run see each other; every one has as many images."
     gather: Callable = lambda x: x      # (B, ...) of each process -> (M, ...), in the order of the processes
     rank: int = 0
     size: int = 1
+    first: Callable = nullcontext       # a context in which the first process goes ahead of the others
 
 class _Log:
     "Collect what the pieces of a loss say about it."

@@ -6,10 +6,11 @@
 __all__ = ['training_set', 'find_world', 'average_gradients', 'make_batch', 'rate', 'make_optimizer', 'train_step', 'summarise',
            'of_all', 'train', 'main']
 
-# %% ../nbs/05_train.ipynb #9285c9b2
+# %% ../nbs/05_train.ipynb #bcb5a2f0
 import argparse, json, math, os, shutil, sys, time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields, replace
+from datetime import timedelta
 from pathlib import Path
 import torch
 from safetensors.torch import load_file
@@ -32,14 +33,15 @@ def training_set(config: TrainConfig, backbone: Backbone, cache: Path | str | No
     if len(pairs) < config.batch_size: raise ValueError(f"{len(pairs)} image-caption pairs are less than one batch of {config.batch_size}; lower batch_size, or find more pairs")
     return cache_features(backbone, pairs, config.center, config.k_max, config.counterfactuals_of(pairs), config.features, cache and project_path(cache), workers, progress)
 
-# %% ../nbs/05_train.ipynb #bdc7bc23
+# %% ../nbs/05_train.ipynb #bfc4a894
 def find_world(device: torch.device) -> World:
     "See the other processes, if torchrun or accelerate launch started several."
     if int(os.environ.get("WORLD_SIZE", 1)) == 1: return World()
     from accelerate import PartialState
     from accelerate.utils import gather
-    state = PartialState(cpu=device.type == "cpu")
-    return World(lambda x: gather(x.contiguous().to(torch.uint8)).bool() if x.dtype == torch.bool else gather(x.contiguous()), state.process_index, state.num_processes)
+    state = PartialState(cpu=device.type == "cpu", timeout=timedelta(days=2))    # the first process may encode for long while the others wait
+    join = lambda x: gather(x.contiguous().to(torch.uint8)).bool() if x.dtype == torch.bool else gather(x.contiguous())
+    return World(join, state.process_index, state.num_processes, state.main_process_first)
 
 def average_gradients(parameters: Sequence[nn.Parameter], world: World):
     "Replace every gradient by its mean over the processes."
@@ -227,7 +229,7 @@ def _run_stage(progress: _Progress, model: FoCo, phi: Phi, average: AveragedMode
             if on_log: on_log(progress.history, (step + 1 + (stage - 1) * progress.steps[0]) / sum(progress.steps))
         if first_process and ((step + 1) % save_every == 0 or last): save_checkpoint(progress.out, model, phi, optimizer, progress.card(stage=stage, step=step + 1), average)
 
-# %% ../nbs/05_train.ipynb #eb2d9832
+# %% ../nbs/05_train.ipynb #fcfc57e9
 def _options() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog="foco_train", description="Train FoCo. Under torchrun, every process takes a share of each batch. The same command goes on where it was stopped.")
     p.add_argument("--variant", default="default", help="default, paper or centred"); p.add_argument("--scale", default="laptop", help="laptop or paper")
@@ -249,9 +251,10 @@ def main(argv: Sequence[str] | None = None) -> int: # 0 done, 1 stopped; a wrong
         preflight(config, a.device, int(os.environ.get("LOCAL_WORLD_SIZE", 1)), a.cache is not None)
         world = find_world(torch.device(a.device or ("cuda" if torch.cuda.is_available() else "cpu")))     # with several GPUs, this chooses the process's own
         backbone = load_backbone(config.backbone, config.pretrained, device=a.device, patch_layer=config.patch_layer)
-        training = training_set(config, backbone, a.cache, a.workers, progress=world.rank == 0)
+        with world.first(): training = training_set(config, backbone, a.cache, a.workers, progress=world.rank == 0)  # the others find what it has put on disk
         said = lambda history, done: print(f"{done:6.1%}  stage {history[-1]['stage']}, step {history[-1]['step'] + 1}, loss {history[-1]['loss']:.4f}, {history[-1].get('images per second', 0):,.0f} images/s, {history[-1].get('waiting', 0):.0%} waiting", flush=True)
-        train(backbone, training, config, a.out, not a.start_over, on_log=said, save_every=a.save_every, tracker=a.tracker)
+        train(backbone, training, config, a.out, not a.start_over, on_log=said if world.rank == 0 else None, save_every=a.save_every, tracker=a.tracker)
+        if torch.distributed.is_initialized(): torch.distributed.destroy_process_group()
     except KeyboardInterrupt: print("\nstopped; the last checkpoint is kept, and the same command goes on", file=sys.stderr); return 1
     except (ValueError, OSError, MemoryError, FloatingPointError, ModuleNotFoundError) as e: print(f"foco_train: {e}", file=sys.stderr); return 1
     return 0

@@ -494,15 +494,14 @@ def write_genecis(root: Path, seed: int = 0) -> dict:
             about |= _write_pictures(root/split/folder, {str(i) if what == "attribute" else f"{i:012d}": s for i, s in zip(ids, pool)})
     return about
 
-# %% ../../nbs/toyworld/05_benchmarks.ipynb #80c56e26
+# %% ../../nbs/toyworld/05_benchmarks.ipynb #0a2fad5b
 _WRITERS = {"fashioniq": write_fashioniq, "cirr": write_cirr, "circo": write_circo, "genecis": write_genecis}
 
 def _about(name: str, seed: int) -> dict: # what `toyworld.json` says
     if name not in BENCHMARKS: raise ValueError(f"unknown benchmark {name!r}; expected one of {', '.join(BENCHMARKS)}")
     return json.loads(json.dumps({"benchmark": name, "version": VERSION, "seed": seed, "knobs": asdict(KNOBS[name])}))
 
-def write_benchmark(name: str, # fashioniq | cirr | circo | genecis
-                    root: str | Path, seed: int = 0) -> Path: # `root`
+def write_benchmark(name: str, root: str | Path, seed: int = 0, again: bool = True) -> Path: # fashioniq | cirr | circo | genecis; again=False keeps what another program has just written
     "Write a benchmark with both splits, or nothing; replaces an earlier ToyWorld benchmark, and refuses to replace anything else."
     root, about = Path(root), _about(name, seed)
     if root.exists() and not (root/"toyworld.json").is_file(): raise FileExistsError(f"{root} is there and has no toyworld.json, so it is not a ToyWorld benchmark; choose a folder that does not exist")
@@ -511,16 +510,18 @@ def write_benchmark(name: str, # fashioniq | cirr | circo | genecis
         new = Path(inner)/"new"
         _write_json(new/"scenes.json", _WRITERS[name](new, seed))
         _write_json(new/"toyworld.json", about)
+        if not again and _is_written(root, about): return root
         if root.exists(): os.replace(root, Path(inner)/"old")
         os.replace(new, root)
     return root
 
-def benchmark_root(name: str, folder: str | Path | None = None, # where benchmarks lie; None: _out/toyworld of the project, or from here
-                   seed: int = 0) -> Path:
+def benchmark_root(name: str, folder: str | Path | None = None, seed: int = 0) -> Path: # folder: where benchmarks lie; None: _out/toyworld of the project, or from here
     "Give the root of a benchmark, written on first use."
     project = next((p for p in (Path.cwd(), *Path.cwd().parents) if (p/"settings.ini").exists()), Path.cwd())
     root = (project/"_out"/"toyworld" if folder is None else Path(folder))/(f"{name}-v{VERSION}" + f"-seed{seed}" * (seed != 0))
-    return root if (stored := root/"toyworld.json").is_file() and json.loads(stored.read_text(encoding="utf-8")) == _about(name, seed) else write_benchmark(name, root, seed)
+    return root if _is_written(root, _about(name, seed)) else write_benchmark(name, root, seed, again=False)
+
+def _is_written(root: Path, about: dict) -> bool: return (stored := root/"toyworld.json").is_file() and json.loads(stored.read_text(encoding="utf-8")) == about
 
 def read_scenes(root: str | Path) -> dict[str, Scene]: # stem of a picture's file -> what it shows
     "Read what the pictures of a written benchmark show."
