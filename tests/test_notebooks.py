@@ -48,6 +48,22 @@ def test_quality_notebook_measures_a_store(tmp_path):
     with pytest.raises(pm.PapermillExecutionError, match="unknown parameter 'store'"): run("decomposers/04_quality.ipynb", tmp_path, store="{}")
 
 
+def test_performance_notebook_measures_and_shows(tmp_path):
+    "All sections in tiny sizes; what was measured is in the file, agrees, and is drawn."
+    notebook = run("11_performance.ipynb", tmp_path, measure=True, quick=True, out=str(tmp_path/"results"), figures=str(tmp_path/"figures"))
+    [path] = (tmp_path/"results").glob("*.quick.json")
+    found = json.loads(path.read_text(encoding="utf-8"))
+    assert set(found) == {"products", "metrics", "search", "latency", "shares", "patches", "losses"}
+    for section in found.values(): assert section["rows"] and section["about"]["versions"]["torch"] and section["about"]["processor"] and section["about"]["quick"]
+    losses = {(r["form"], r["B"], r["chunk"]): r for r in found["losses"]["rows"]}
+    literal = losses["literal", 4, None]
+    for form in ("fast", "literal, by image"): assert losses[form, 4, None]["gradient"] == pytest.approx(literal["gradient"], rel=1e-3)
+    assert losses["fast", 4, None]["loss"] == pytest.approx(literal["loss"], rel=1e-4) and losses["fast", 8, 32]["loss"] == pytest.approx(losses["fast", 8, None]["loss"], rel=1e-4)
+    integers, names = (next(r for r in found["metrics"]["rows"] if r["way"] == way)["scores"] for way in ("integers", "names"))
+    assert integers == pytest.approx(names, abs=1e-3)
+    assert len(list((tmp_path/"figures").glob("*.pdf"))) == 4 and "no measurement yet" not in printed(notebook) and "QUICK TRY" in printed(notebook)
+
+
 @pytest.mark.parametrize("name", ["fashioniq", "genecis"]) # the other two: below, and tests/test_evaluate.py
 def test_evaluate_notebook_on_an_official_format(tmp_path, name):
     "The root of a benchmark on disk and options of its loader, as for the real ones."
@@ -84,7 +100,7 @@ def test_evaluate_notebook_writes_server_files_for_hidden_labels(tmp_path):
     assert "test1_pred_ranks_recall.json for the server" in printed(notebook)
 
 
-@pytest.mark.parametrize("name, wrong, near", [("05_train.ipynb", "batch_sz", "batch_size"), ("06_evaluate.ipynb", "splits", "split"), ("toyworld/04_tiny_clip.ipynb", "minute", "minutes"), ("paper/01_composing.ipynb", "sead", "seeds")])
+@pytest.mark.parametrize("name, wrong, near", [("05_train.ipynb", "batch_sz", "batch_size"), ("06_evaluate.ipynb", "splits", "split"), ("toyworld/04_tiny_clip.ipynb", "minute", "minutes"), ("paper/01_composing.ipynb", "sead", "seeds"), ("11_performance.ipynb", "section", "sections")])
 def test_misspelled_parameter_fails(tmp_path, name, wrong, near):
     with pytest.raises(pm.PapermillExecutionError, match=f"unknown parameter '{wrong}'; did you mean {near}"): run(name, tmp_path, **{wrong: 4})
 
