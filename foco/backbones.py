@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['ImageFeatures', 'unit', 'to_rgb', 'Backbone', 'load_backbone', 'FeatureStats', 'feature_stats', 'center']
 
-# %% ../nbs/00_backbones.ipynb #a9d79dfc
+# %% ../nbs/00_backbones.ipynb #18e20d1d
 import hashlib, json, warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -25,7 +25,7 @@ from torchvision.transforms import Compose
 from tqdm.auto import tqdm
 
 from .blip import Blip, BlipTokenizer
-from .weights import Recipe, choose_dtype, count_parameters, fetch_parts, find_recipe, load_model, make_tokenizer, save_model
+from .weights import Recipe, choose_dtype, compute_in_float32, count_parameters, fetch_parts, find_recipe, load_model, make_tokenizer, save_model
 
 # %% ../nbs/00_backbones.ipynb #33d53905
 @dataclass(eq=False)
@@ -117,7 +117,7 @@ class _ClipTower:
     def text_features(self, ids: Tensor) -> Tensor: # (B, L) -> (B, D), not normalised
         return _encode_tokens(self.model, ids)
 
-# %% ../nbs/00_backbones.ipynb #0719820e
+# %% ../nbs/00_backbones.ipynb #e54d9e82
 class Backbone:
     "A frozen encoder: pictures -> global and patch features, texts -> features, in one space of D dimensions."
     def __init__(self, recipe: Recipe, model: nn.Module, tokenizer: Callable, weights: str, patch_layer: int | None = None):
@@ -129,7 +129,8 @@ class Backbone:
         self.patch_layer = _check_layer(patch_layer, self.n_layers)
         self.context_length = tokenizer.context_length
         weight = next(model.parameters())
-        self.device, self.dtype = weight.device, weight.dtype
+        self.device, self.arithmetic = weight.device, weight.dtype
+        self.dtype = next((p.dtype for p in model.parameters() if p.dtype != torch.float32), torch.float32) # of what is stored
         self.activation = "quick_gelu" if recipe.model_cfg["quick_gelu"] else "gelu"
         cfg = _preprocess_cfg(recipe, self.image_size)
         self.preprocess = _make_preprocess(cfg) # PIL -> (3, H, W)
@@ -149,7 +150,7 @@ class Backbone:
                 f"after block {self.patch_layer + 1} of {self.n_layers}), {self.context_length} tokens, {self.activation}, "
                 f"{count_parameters(self.model) / 1e6:,.1f} M parameters, {str(self.dtype).removeprefix('torch.')} on {self.device}")
 
-# %% ../nbs/00_backbones.ipynb #e4e95ad2
+# %% ../nbs/00_backbones.ipynb #a42f86ce
 def load_backbone(
     name: str = "tiny-clip", # one of foco.weights.BACKBONES (BLIP too), any open_clip name with a plain ViT, or a model folder
     pretrained: str | None = None, # None: the default weights; a tag, a path, "TAG=path", or "random[:SEED]"
@@ -166,9 +167,10 @@ def load_backbone(
     fetch_parts(recipe)
     dtype, tokenizer = choose_dtype(recipe.model_cfg, device, dtype), make_tokenizer(recipe)
     model, weights = load_model(recipe, device, dtype)
+    if device.type == "cpu" and dtype != torch.float32: model = compute_in_float32(model)
     return Backbone(recipe, model, tokenizer, weights, patch_layer)
 
-# %% ../nbs/00_backbones.ipynb #6f91c5e7
+# %% ../nbs/00_backbones.ipynb #81a30907
 @patch
 @torch.no_grad()
 def encode_images(
@@ -179,7 +181,7 @@ def encode_images(
     if pixels.ndim != 4 or tuple(pixels.shape[1:]) != (3, *self.image_size):
         raise ValueError(f"pixels of shape {tuple(pixels.shape)}; {self.name} takes (B, 3, {self.image_size[0]}, {self.image_size[1]}), which `preprocess` makes")
     if not len(pixels): return ImageFeatures(torch.zeros(0, self.D, device=self.device), torch.zeros(0, self.P, self.D, device=self.device))
-    global_, tokens = self.tower.image_features(pixels.to(self.device, self.dtype), self.patch_layer)
+    global_, tokens = self.tower.image_features(pixels.to(self.device, self.arithmetic), self.patch_layer)
     return ImageFeatures(unit(global_), unit(tokens))
 
 # %% ../nbs/00_backbones.ipynb #2e5114b0
@@ -276,7 +278,7 @@ def encode_texts(
     features = torch.cat([unit(self.tower.text_features(batch.to(self.device))).cpu() for batch in batches])
     return features[order.argsort()[[place[text] for text in texts]]]
 
-# %% ../nbs/00_backbones.ipynb #0bfd9d24
+# %% ../nbs/00_backbones.ipynb #33907c65
 @patch
 def save(
     self: Backbone,
@@ -284,7 +286,7 @@ def save(
     dtype: torch.dtype | None = None, # of the file; float16 halves it
 ) -> Path:
     "Write config, weights and vocabulary as a folder that `load_backbone` takes."
-    return save_model(self.model, self.recipe, folder, dtype)
+    return save_model(self.model, self.recipe, folder, dtype or self.dtype)
 
 # %% ../nbs/00_backbones.ipynb #c632f31a
 @dataclass(eq=False)

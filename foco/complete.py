@@ -36,7 +36,7 @@ class Block(nn.Module):
         q = q + self.out(read.flatten(-2))
         return q + self.ffn(self.norm(q))
 
-# %% ../nbs/03_complete.ipynb #a614d44c
+# %% ../nbs/03_complete.ipynb #5fa8f173
 class Token(NamedTuple):
     "A mapped token, ready to be read."
     s: torch.Tensor                     # (..., D)
@@ -75,7 +75,7 @@ class Completer(nn.Module):
         S = [context or self.context(X), self._token(self.f_v, v_loc)]
         if self.use_background and v_bar is not None: S.append(self._token(self.f_v, v_bar))
         if self.f_m is not None: S += [self._token(self.f_v, v_g), self._token(self.f_m, X * (root * v_g))]
-        h = self.token + root * v_loc if self.start == "local" else self.token.expand(torch.broadcast_shapes(X.shape, v_loc.shape))
+        h = (self.token + root * v_loc if self.start == "local" else self.token).expand(torch.broadcast_shapes(X.shape, v_loc.shape))
         for n, block in enumerate(self.blocks): h = block(h, [token.reads[n] for token in S])
         if not self.blocks: h = sum(token.s for token in S) / len(S)
         h = self.out(self.norm(h))

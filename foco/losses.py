@@ -223,7 +223,7 @@ def piece_slices(B: int, M: int, K: int, chunk: int | None, whole: bool) -> Iter
     images, questions = None if chunk is None else chunk // (K + M), None if chunk is None or whole else chunk - K
     for rows in even_slices(B, images): yield from ((rows, cols, K if cols.start == 0 else 0) for cols in even_slices(M, questions))
 
-# %% ../nbs/04_losses.ipynb #9c25fa4e
+# %% ../nbs/04_losses.ipynb #3db35c1a
 class World(NamedTuple):
     "How the processes of a run see each other; every one has as many images."
     gather: Callable = lambda x: x      # (B, ...) of each process -> (M, ...), in the order of the processes
@@ -246,11 +246,11 @@ class _Log:
         found = {}
         for name, rows in self.seen.items():
             total, n, *ends = zip(*rows)
-            found[name] = sum(total) / max(1, n[0]) if isinstance(n[0], int) else sum(total) / sum(n)
+            found[name] = sum(total) / (max(1, n[0]) if isinstance(n[0], int) else sum(n).clamp(min=1))
             if ends: found[f"{name} min"], found[f"{name} max"] = torch.stack(ends[0]).amin(), torch.stack(ends[1]).amax()
         return found
 
-# %% ../nbs/04_losses.ipynb #5821e9af
+# %% ../nbs/04_losses.ipynb #0fe17fd1
 def counterfactual_loss(foco: FoCo, batch: Batch, tau: float = .1, rows: slice | None = None,  # of these images only
                         everyone: tuple | None = None   # y (M, C, D), real (M, C), first: of all processes; None: of this batch
                        ) -> tuple[torch.Tensor, dict]:  # loss of each counterfactual (N,), mean similarities for the log
@@ -262,12 +262,13 @@ def counterfactual_loss(foco: FoCo, batch: Batch, tau: float = .1, rows: slice |
     mine = (there.flatten().cumsum(0) - 1).view_as(there)[first + rows.start:first + rows.stop][real]  # which of all targets is whose
     h, y, half, targets = foco(m, m, images)[real], y[real], half[real], targets[there]
     v_g = images.global_[:, None].expand_as(m)[real]
-    others, twins = h @ targets.T, y @ targets.T > 1 - 1e-4                         # (N, all)
+    with torch.autocast(h.device.type, enabled=False): others, twins = h @ targets.T, y @ targets.T > 1 - 1e-4  # (N, all); in 16 bits no target equals itself
     twins[torch.arange(len(mine), device=mine.device), mine] = False
     wrong = torch.stack([(h * v_g).sum(-1), (h * half).sum(-1)], 1)                 # (N, 2)
     logits = torch.cat([others.masked_fill(twins, -torch.inf), wrong], 1) / tau
     loss = F.cross_entropy(logits, mine, reduction="none")
-    return loss, {"target": others.detach().gather(1, mine[:, None]).mean(), "reference": wrong[:, 0].detach().mean()} if len(h) else {}
+    mean = lambda x: x.detach().sum() / max(1, len(h))
+    return loss, {"target": mean(others.gather(1, mine[:, None])), "reference": mean(wrong[:, 0])}
 
 # %% ../nbs/04_losses.ipynb #3f37e31a
 def questions_of(batch: Batch, objective: Objective, world: World = World()) -> Questions:
@@ -302,7 +303,7 @@ def _piece(foco, batch, q, tokens, phi, o, parts, piece, log) -> dict: # part ->
         log.total(f"{part} loss", losses[part].sum(), len(batch.c))
     return losses
 
-# %% ../nbs/04_losses.ipynb #bdafdb17
+# %% ../nbs/04_losses.ipynb #c23ac832
 def total_loss(foco: FoCo, batch: Batch, phi: Phi, objective: Objective, stage: int,
                chunk: int | None = None,        # pairs in a piece; None: all at once
                world: World = World()
@@ -324,5 +325,6 @@ def total_loss(foco: FoCo, batch: Batch, phi: Phi, objective: Objective, stage: 
             for k, v in said.items(): log.total(f"counterfactual {k}", v * len(losses), batch.asked.real[rows].sum())
             log.total("counterfactual loss", losses.sum() * world.size, n)
             return losses.sum() * world.size / n
-        total = total + in_pieces(even_slices(B, chunk and chunk // C), edits, known, [])
+        weight = C + batch.images.patches.shape[1] // 16                                # keys and values of an image take about as much memory as P / 16 pairs
+        total = total + in_pieces(even_slices(B, chunk and chunk // weight), edits, known, [])
     return total, log.result()

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['BACKBONES', 'BackboneEntry', 'MissingWeights', 'Recipe', 'find_recipe', 'find_weights', 'fetch_parts', 'read_weights',
-           'load_weights', 'build_model', 'count_parameters', 'choose_dtype', 'file_sha256', 'load_model', 'save_model',
-           'make_tokenizer']
+           'load_weights', 'build_model', 'count_parameters', 'choose_dtype', 'compute_in_float32', 'file_sha256',
+           'load_model', 'save_model', 'make_tokenizer']
 
 # %% ../nbs/00_weights.ipynb #c8dc419e
 import copy, difflib, hashlib, json, os, re, warnings, zipfile
@@ -327,6 +327,24 @@ def choose_dtype(
     elif dtype is None: dtype = torch.bfloat16 if count_parameters(build_model(model_cfg, device="meta")) > 1e9 else torch.float32
     if dtype not in (torch.float32, torch.bfloat16, torch.float16): raise ValueError(f"dtype={dtype}; expected float32, bfloat16 or float16")
     return dtype
+
+# %% ../nbs/00_weights.ipynb #c56550df
+def compute_in_float32(model: nn.Module) -> nn.Module: # the same
+    "Store the Transformer blocks of a 16-bit model as they are, and compute in float32; what is no block becomes float32."
+    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) > 1]
+    blocks = [b for m in lists for b in m if not any(isinstance(inner, nn.ModuleList) and len(inner) > 1 for inner in b.modules())]
+    kept = {id(x) for b in blocks for x in (*b.parameters(), *b.buffers())}
+    for x in (*model.parameters(), *model.buffers()):
+        if id(x) not in kept and x.is_floating_point(): x.data = x.data.float()
+    wide = lambda x: x.float() if isinstance(x, Tensor) and x.is_floating_point() else x
+    for m in model.modules():
+        if hasattr(m, "get_cast_dtype"): m.get_cast_dtype = lambda: torch.float32       # open_clip looks at a block's weights
+    for block in blocks:
+        dtype = next(block.parameters()).dtype
+        def widen(module, args, kwargs): module.float(); return tuple(map(wide, args)), {k: wide(v) for k, v in kwargs.items()}
+        def narrow(module, args, out, dtype=dtype): module.to(dtype)
+        block.register_forward_pre_hook(widen, with_kwargs=True); block.register_forward_hook(narrow)
+    return model
 
 # %% ../nbs/00_weights.ipynb #f90c8478
 def file_sha256(path: Path) -> str: # 64 hexadecimal digits

@@ -129,6 +129,10 @@ def test_low_precision_keeps_norms_and_losses_in_float32(precision):
         assert loss.dtype == torch.float32 and all(v.dtype == torch.float32 for v in log.values()) and abs(loss - exact) < .02 * exact
         grads = torch.autograd.grad(loss, list(foco.parameters()), allow_unused=True)
         assert all(g.dtype == torch.float32 and torch.isfinite(g).all() for g in grads if g is not None)
+    batch.asked = Asked(batch.c, batch.c[:1].expand_as(batch.c), batch.X, batch.real)      # all targets are equal, so none is a negative of another
+    o = Objective(tau=.1, counterfactuals=3, completion_in_stage2=False, aggregation_in_stage2=False)
+    exact = total_loss(foco, batch, phi, o, 2)[0]
+    with torch.autocast("cpu", torch.bfloat16): assert abs(total_loss(foco, batch, phi, o, 2)[0] - exact) < .02 * exact
     with torch.autocast("cpu", torch.bfloat16): focus = foco.aggregator(batch.c, batch.images)
     assert focus.local.dtype == focus.background.dtype == torch.float32 and (focus.local.norm(dim=-1) - 1).abs().max() < 1e-6
 

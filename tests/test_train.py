@@ -54,8 +54,17 @@ def test_resumed_equals_uninterrupted(backbone, training, tmp_path, monkeypatch,
 
 def test_resuming_with_other_settings_is_refused(backbone, training, tmp_path):
     train(backbone, training, config(), tmp_path)
-    with pytest.raises(ValueError, match="trained with another tau"): train(backbone, training, config(tau=.3), tmp_path)
+    with pytest.raises(ValueError, match=r"trained with another tau \(0.1, now 0.3\)"): train(backbone, training, config(tau=.3), tmp_path)
+    with pytest.raises(ValueError, match="trained with another pairs_sha256"): train(backbone, replace(training, sha256="other"), config(), tmp_path)
     train(backbone, training, config(tau=.3), tmp_path, resume=False)
+
+
+def test_a_finished_run_is_left_as_it_is(backbone, training, tmp_path):
+    _, history = train(backbone, training, config(), tmp_path)
+    before, seen = (tmp_path / "foco" / "foco.json").read_bytes(), []
+    model, again = train(backbone, training, config(), tmp_path, on_log=lambda history, done: seen.append(done))
+    assert (tmp_path / "foco" / "foco.json").read_bytes() == before and again == history and seen == [1.]
+    assert torch.equal(weights(model), weights(load_foco(tmp_path / "foco", backbone)))
 
 
 def test_full_disk_leaves_the_last_checkpoint(backbone, training, tmp_path, monkeypatch):
@@ -103,7 +112,7 @@ def test_misspelled_weights_are_refused(backbone, training, tmp_path):
     {"variant": "centred", "contexts": "pooled"}, {"aggregation_in_stage2": False}, {"bias": "none"}, {"bias": "learned"}, {"query": "text"}, {"attention": "dot"}, {"attention": "mask"}, {"completion": "linear"}, {"blocks": 0},
     {"use_background": False}, {"start": "random"}, {"inference_background": False}, {"variant": "centred", "partial_context": 0.}, {"variant": "centred", "visual_mixing": .5}, {"variant": "paper"}, {"expand": 1},
     {"heads": 4}, {"stage1_epochs": .5}, {"weight_decay": 0.}, {"residual": False}, {"counterfactuals": 1}, {"counterfactuals": 0, "completion_in_stage2": True}, {"completion_in_stage2": True},
-    {"variant": "centred"}, {"warmup": 0.}, {"schedule": "constant"}, {"clip": .1}, {"ema": .9}, {"precision": "bfloat16"}, {"chunk": 7}, {"chunk": None}], ids=str)
+    {"variant": "centred"}, {"warmup": 0.}, {"schedule": "constant"}, {"clip": .1}, {"ema": .9}, {"precision": "bfloat16"}, {"chunk": 7}, {"chunk": 0}], ids=str)
 def test_every_setting_runs(backbone, training, tmp_path, given):
     model, history = train(backbone, training, replace(config(**given), steps=2), tmp_path, log_every=1)
     assert len(history) == 4 and all(h["loss"] > 0 for h in history)
@@ -196,9 +205,22 @@ def test_two_processes_train_as_one(tmp_path):
     assert failed.returncode and "batch_size=7 cannot be shared evenly by 2 processes" in failed.stderr
 
 
+def test_a_share_without_counterfactuals(tmp_path):
+    "Processes log the same things, whatever is in their share of the batch."
+    code = ("import sys, torch, foco.training.config as c, foco.train as t; made = c.TrainConfig.counterfactuals_of\n"
+            "c.TrainConfig.counterfactuals_of = lambda self, pairs: [x if n % 4 == 0 else [] for n, x in enumerate(made(self, pairs))]\n"
+            "sys.exit(t.main(sys.argv[1:]))")
+    options = command(tmp_path, "--batch-size", "4", "--steps", "12")[3:]
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "--no-python", sys.executable, "-c", code, *options]
+    done = subprocess.run(run, env=ALONE, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert (tmp_path / "foco" / "foco.json").exists()
+
+
 def test_the_command_names_what_is_wrong(tmp_path, capsys):
     base = ["--out", str(tmp_path), "--backbone", "tiny-clip"]
-    for more, words in ((["--overrides", '{"batch_sz": 3}'], "did you mean batch_size"), (["--data", "nowhere"], "nowhere"), (["--variant", "best"], "unknown variant"), (["--overrides", "{"], "Expecting")):
+    for more, words in ((["--overrides", '{"batch_sz": 3}'], "did you mean batch_size"), (["--overrides", "[]"], "expected an object"), (["--overrides", '{"seed": 3}'], "has a parameter of its own"), (["--features", "int8"], "say where with cache"),
+                        (["--overrides", '{"chunk": "all"}'], "expected int"),  (["--data", "nowhere"], "nowhere"), (["--variant", "best"], "unknown variant"), (["--overrides", "{"], "is not JSON")):
         assert T.main([*base, *more]) == 1 and words in capsys.readouterr().err
     with pytest.raises(SystemExit): T.main(["--backbone", "tiny-clip"])
 

@@ -6,7 +6,7 @@
 __all__ = ['GPUS', 'Counted', 'counting', 'meta_batch', 'LossCosts', 'loss_costs', 'encoder_costs', 'free_memory',
            'memory_needed', 'preflight', 'hours']
 
-# %% ../../nbs/training/03_costs.ipynb #05191e58
+# %% ../../nbs/training/03_costs.ipynb #b7655183
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from ..backbones import ImageFeatures, _ClipTower
 from ..blip import Blip
 from ..complete import FoCo
-from ..losses import Batch, Phi, piece_slices, total_loss
+from ..losses import Batch, Phi, even_slices, piece_slices, total_loss
 from .config import TrainConfig
 from ..weights import build_model, choose_dtype, count_parameters, find_recipe
 
@@ -59,7 +59,7 @@ def meta_batch(B: int, K: int, P: int, D: int, dtype: torch.dtype = torch.float3
                           pick=torch.zeros(B, dtype=torch.long, device="meta"), mix=None, asked=None, before=None)
     return batch
 
-# %% ../../nbs/training/03_costs.ipynb #f1c85f9c
+# %% ../../nbs/training/03_costs.ipynb #034f842a
 @dataclass
 class LossCosts:
     "Forward and backward of the losses of a batch."
@@ -72,17 +72,20 @@ def loss_costs(config: TrainConfig, D: int, P: int, stage: int = 2, K: int = 4, 
                dtype: torch.dtype = torch.float32) -> LossCosts: # of everything; bfloat16 halves bytes, as autocast nearly does
     "Count what a step of a stage costs."
     with torch.device("meta"): foco, phi = FoCo(D, **config.model_options()).to(dtype), Phi(config.tau, config.bias).to(dtype)
-    objective, parts = replace(config, counterfactuals=0, completion_in_stage2=True, visual_mixing=0., partial_context=0.), config.parts(stage)
-    stage = 2 if "completion" in parts else 1
-    def count(B):
+    objective, B, chunk = replace(config, counterfactuals=0, wordings=None, completion_in_stage2=True, visual_mixing=0., partial_context=0.), config.batch_size, config.chunk or None
+    def count(B, stage):
         with counting((*foco.parameters(), *phi.parameters())) as c: total_loss(foco, meta_batch(B, K, P, D, dtype), phi, objective, stage)[0].backward()
         return c
-    sizes = torch.tensor([4., 8., 12.], dtype=torch.float64)
-    kept = torch.tensor([float(count(int(B)).kept) for B in sizes], dtype=torch.float64)
-    image, pair, rest = torch.linalg.solve(torch.stack([sizes, sizes * (sizes + K), torch.ones_like(sizes)], 1), kept).tolist()
-    pieces = list(piece_slices(config.batch_size, config.batch_size, K, config.chunk, objective.form == "infonce" or objective.negative_focus == "own"))
-    largest = max(image * (r.stop - r.start) + pair * (r.stop - r.start) * (c.stop - c.start + own) for r, c, own in pieces)
-    return LossCosts(count(config.batch_size), round(largest + max(0, rest)), len(pieces))
+    def piece(stage, cuts): # cuts: (images, pairs an image) -> bytes of the largest
+        sizes = torch.tensor([4., 8., 12.], dtype=torch.float64)
+        kept = torch.tensor([float(count(int(B), stage).kept) for B in sizes], dtype=torch.float64)
+        image, pair, rest = torch.linalg.solve(torch.stack([sizes, sizes * (sizes + K), torch.ones_like(sizes)], 1), kept).tolist()
+        return round(max(image * n + pair * n * m for n, m in cuts) + max(0, rest))
+    like = 2 if "completion" in config.parts(stage) else 1
+    pieces = [(r.stop - r.start, c.stop - c.start + own) for r, c, own in piece_slices(B, B, K, chunk, objective.form == "infonce" or objective.negative_focus == "own")]
+    largest, C = piece(like, pieces), config.counterfactuals
+    if stage == 2 and C: largest = max(largest, piece(2, [(r.stop - r.start, C) for r in even_slices(B, chunk and chunk // (C + P // 16))]))
+    return LossCosts(count(B, like), largest, len(pieces))
 
 # %% ../../nbs/training/03_costs.ipynb #5c16eb4d
 @lru_cache(maxsize=8)
@@ -100,14 +103,18 @@ def encoder_costs(backbone: str, pretrained: str | None = None, dtype: torch.dty
     width = next(p.shape[0] for p in model.parameters() if p.ndim == 4)         # of the patch embedding
     return {"D": tower.D, "P": tower.grid[0] * tower.grid[1], "width": width, "parameters": count_parameters(model), "picture": picture, "text": text}
 
-# %% ../../nbs/training/03_costs.ipynb #1dbee10e
+# %% ../../nbs/training/03_costs.ipynb #e76bb0d0
 def free_memory(device: torch.device) -> int: # bytes
     "Free memory of a GPU, or of this computer."
     if device.type == "cuda": return torch.cuda.mem_get_info(device)[0]
-    try: return 1024 * next(int(line.split()[1]) for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines() if line.startswith("MemAvailable"))
-    except (OSError, StopIteration): return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 1 << 62
+    try: free = 1024 * next(int(line.split()[1]) for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines() if line.startswith("MemAvailable"))
+    except (OSError, StopIteration): free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 1 << 62
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")         # a container or a batch system may allow less
+    try: return min(free, int(limit.read_text()) - int(used.read_text()))
+    except (OSError, ValueError): return free
 
-def memory_needed(config: TrainConfig, device: torch.device, processes: int = 1, K: int = 4, # pairs of an image
+def memory_needed(config: TrainConfig, device: torch.device, # n_images should be what there is
+                  processes: int = 1, K: int = 4, # pairs of an image
                   texts_on_disk: bool = False) -> dict[str, dict[str, int]]: # "device" or "host" -> part -> bytes
     "Estimate the memory of a training run, part by part."
     e, dtype = encoder_costs(config.backbone, config.pretrained), choose_dtype(find_recipe(config.backbone, config.pretrained).model_cfg, device)
@@ -121,15 +128,15 @@ def memory_needed(config: TrainConfig, device: torch.device, processes: int = 1,
     needed = {"device": {"encoder": e["parameters"] * size, "encoding pictures": at_once * tokens * (10 * e["width"] * size + 4 * e["D"]),
                          "F_Aggr and F_Comp, gradients, Adam": trained * 4 * (5 + bool(config.ema)), "features of a batch": B * tokens * e["D"] * 6,
                          "a piece of the loss": round(piece * 1.5 / (1 + half))},
-              "host": {"texts": 0 if texts_on_disk else n * 2 * K * e["D"] * 4, "pictures' features": n * tokens * e["D"] * 2 if config.features == "memory" else 0}}
+              "host": {"Python and libraries": 5 * 2**28, "texts": 0 if texts_on_disk else round(n * 2 * K * e["D"] * 4 * 2.3), "pictures' features": n * tokens * e["D"] * 2 if config.features == "memory" else 0}}
     if device.type == "cpu": needed = {"host": needed["device"] | needed["host"]}
     return needed
 
-# %% ../../nbs/training/03_costs.ipynb #cb5f865c
+# %% ../../nbs/training/03_costs.ipynb #771b4c54
 def _ways_out(config: TrainConfig, part: str) -> list[TrainConfig]: # less of a part, step by step
     "Settings that need less of a part."
     if part == "pictures' features": return [replace(config, features="live")]
-    if part == "a piece of the loss" and (config.chunk is None or config.chunk > 256): return [replace(config, chunk=c) for c in (4096, 2048, 1024, 512, 256) if config.chunk is None or c < config.chunk]
+    if part == "a piece of the loss": return [replace(config, chunk=c) for c in (4096, 2048, 1024, 512, 256) if not config.chunk or c < config.chunk]
     if part in ("encoding pictures", "features of a batch"): return [replace(config, batch_size=config.batch_size >> k) for k in range(1, 8) if config.batch_size >> k > 1]
     if part == "texts": return [replace(config, n_images=config.n_images >> k) for k in range(1, 12) if config.n_images >> k >= config.batch_size]
     return []
@@ -141,16 +148,16 @@ def preflight(config: TrainConfig, device: torch.device | str | None = None, pro
     "Raise MemoryError, with a way out, if a run will not fit."
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     free = free or {"host": free_memory(torch.device("cpu")), **({"device": free_memory(device)} if device.type == "cuda" else {})}
-    copies = processes if device.type == "cpu" else 1
     need = lambda c: memory_needed(c, device, processes, texts_on_disk=texts_on_disk)
-    over = lambda c: [(place, parts) for place, parts in need(c).items() if sum(parts.values()) * copies > .9 * free[place]]
+    whole = lambda place, parts: sum(parts.values()) * (processes if place == "host" else 1)
+    over = lambda c: [(place, parts) for place, parts in need(c).items() if whole(place, parts) > .9 * free[place]]
     needed = need(config)
     for place, parts in over(config):
         part = max(parts, key=parts.get)
         fits = next((c for c in _ways_out(config, part) if not any(p == place for p, _ in over(c))), None)
         changed = "" if fits is None else ", ".join(f"{k}={getattr(fits, k)!r}" for k in ("features", "chunk", "batch_size", "n_images") if getattr(fits, k) != getattr(config, k))
         said = ", ".join(f"{name} {b / 2**30:.1f}" for name, b in sorted(parts.items(), key=lambda x: -x[1]) if b >= 2**26)
-        raise MemoryError(f"{config.backbone} with these settings needs about {sum(parts.values()) * copies / 2**30:.1f} GiB of {'GPU memory' if place == 'device' else 'memory'}, {free[place] / 2**30:.1f} GiB are free (in GiB: {said}). "
+        raise MemoryError(f"{config.backbone} with these settings needs about {whole(place, parts) / 2**30:.1f} GiB of {'GPU memory' if place == 'device' else 'memory'}, {free[place] / 2**30:.1f} GiB are free (in GiB: {said}). "
                           + (f"It fits with {changed}" + (", or with texts on disk (cache=FOLDER)" if part == "texts" else "") if fits else "A smaller backbone, another device, or fewer pictures and a smaller batch would need less"))
     return needed
 

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['Edits', 'encode_edits', 'LivePictures', 'TrainingSet', 'cache_features', 'sample_stats']
 
-# %% ../../nbs/training/01_features.ipynb #cc78e66b
-import time
+# %% ../../nbs/training/01_features.ipynb #0b636567
+import hashlib, json, time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -82,7 +82,7 @@ class LivePictures:
             yield ImageFeatures.cat(self.backbone.encode_images(part) for part in pixels.split(self.at_once)).to(torch.float16)
             began = time.perf_counter()
 
-# %% ../../nbs/training/01_features.ipynb #03a9c649
+# %% ../../nbs/training/01_features.ipynb #6c01d859
 @dataclass
 class TrainingSet:
     "Features of N images and of all their different captions, as the backbone gives them."
@@ -94,6 +94,7 @@ class TrainingSet:
     stats: FeatureStats | None  # what is subtracted when a batch is made; None: nothing
     edits: Edits | None = None  # counterfactuals; None: not asked for
     keys: Sequence[str] = ()    # names of the pictures, for messages
+    sha256: str = ""            # of keys and pairs of captions: the same data?
 
     def __len__(self): return len(self.c)
 
@@ -156,7 +157,7 @@ def stream(self: TrainingSet, indices: Iterable[torch.Tensor]) -> Iterator[Image
     "Give the picture features of batch after batch, reading ahead if there is something to read."
     yield from self.images.stream(indices) if hasattr(self.images, "stream") else (self.images[i] for i in indices)
 
-# %% ../../nbs/training/01_features.ipynb #8bfd9bfc
+# %% ../../nbs/training/01_features.ipynb #2942fdd6
 def cache_features(backbone: Backbone, pairs: Pairs, center_features: bool, k_max: int | None = None,
                    counterfactuals: Sequence[Sequence[Counterfactual]] | None = None, # of each image, from make_counterfactuals or your own
                    features: str = "memory",            # as in TrainConfig
@@ -165,10 +166,11 @@ def cache_features(backbone: Backbone, pairs: Pairs, center_features: bool, k_ma
                    progress: bool = False) -> TrainingSet:
     "Encode all different captions once, counterfactuals if there are any, and pictures as `features` says."
     if features in ("float16", "int8") and cache is None: raise ValueError(f"features={features!r} are kept on disk; say where with cache=FOLDER")
-    rows: dict[str, int] = {}
+    rows, digest = {}, hashlib.sha256()
     K = max(len(d.pairs[:k_max]) for d in pairs.decompositions)
     c, X, real = torch.zeros(len(pairs), K, dtype=torch.long), torch.zeros(len(pairs), K, dtype=torch.long), torch.zeros(len(pairs), K, dtype=torch.bool)
-    for i, d in enumerate(pairs.decompositions):
+    for i, (key, d) in enumerate(zip(pairs.keys, pairs.decompositions)):
+        digest.update(json.dumps([key, *d.pairs[:k_max]]).encode())
         for k, (local, context) in enumerate(d.pairs[:k_max]):
             c[i, k], X[i, k], real[i, k] = rows.setdefault(local, len(rows)), rows.setdefault(context, len(rows)), True
     encode = lambda texts: backbone.encode_texts(texts) if cache is None else encode_texts_cached(backbone, texts, cache=cache, progress=progress)
@@ -179,13 +181,14 @@ def cache_features(backbone: Backbone, pairs: Pairs, center_features: bool, k_ma
     stats = sample_stats(images, texts) if center_features else None
     nothing = torch.zeros(backbone.D)
     edits = None if counterfactuals is None else encode_edits(encode, counterfactuals, len(pairs), stats or FeatureStats(nothing, nothing, nothing))
-    return TrainingSet(images, texts, c, X, real, stats, edits, pairs.keys)
+    return TrainingSet(images, texts, c, X, real, stats, edits, pairs.keys, digest.hexdigest())
 
 def sample_stats(images, texts: torch.Tensor, most: int = 20_000, at_once: int = 500) -> FeatureStats: # most: pictures and texts looked at
     "Take the means that `center` subtracts over pictures and texts at even distances."
     some = lambda n: torch.linspace(0, n - 1, min(n, most)).round().long()
-    g = p = 0.
-    for i in (chosen := some(len(images))).split(at_once):
-        x = images[i].to("cpu", torch.float32)
+    g, p, chosen = 0., 0., some(len(images))
+    blocks = chosen.split(at_once)
+    for x in images.stream(blocks) if hasattr(images, "stream") else (images[i] for i in blocks):
+        x = x.to("cpu", torch.float32)
         g, p = g + x.global_.sum(0) / len(chosen), p + x.patches.mean(1).sum(0) / len(chosen)
     return FeatureStats(g, p, texts[some(len(texts))].float().mean(0))
