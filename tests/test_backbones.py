@@ -21,7 +21,7 @@ def both_paths(backbone, pixels):
     visual = backbone.model.visual
     try:
         visual.output_tokens = True
-        with torch.no_grad(): pooled, tokens = visual(pixels.to(backbone.dtype))
+        with torch.no_grad(): pooled, tokens = visual(pixels.to(backbone.arithmetic))
     finally: visual.output_tokens = False
     return unit(pooled), unit(tokens @ visual.proj)
 
@@ -86,7 +86,7 @@ def test_vit_l_14():
     assert (backbone.name, backbone.D, backbone.P, backbone.grid, backbone.activation) == ("ViT-L-14", 768, 256, (16, 16), "quick_gelu")
     assert type(backbone.model.visual.transformer.resblocks[0].mlp.gelu).__name__ == "QuickGELU"
     assert type(backbone.model.transformer.resblocks[0].mlp.gelu).__name__ == "QuickGELU"
-    assert {p.dtype for p in backbone.model.parameters()} == {torch.bfloat16} and 427e6 < count_parameters(backbone.model) < 428e6
+    assert backbone.dtype == torch.bfloat16 and {p.dtype for p in backbone.model.visual.transformer.resblocks.parameters()} == {torch.bfloat16} and 427e6 < count_parameters(backbone.model) < 428e6
     pixels = torch.randn(1, 3, 224, 224)
     features, (global_, patches) = backbone.encode_images(pixels), both_paths(backbone, pixels)
     assert features.patches.shape == (1, 256, 768) and features.patches.dtype == torch.float32
