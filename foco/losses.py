@@ -73,7 +73,7 @@ def draw_pick(real, generator: torch.Generator | None = None): # (B, K) bool -> 
     "Draw k' uniformly among the real captions of each image."
     return torch.multinomial(real.float(), 1, generator=generator)[:, 0]
 
-# %% ../nbs/04_losses.ipynb #fb0ce875
+# %% ../nbs/04_losses.ipynb #33e4e9d6
 @dataclass(frozen=True)
 class Objective:
     "Every choice that the losses leave open; the defaults are the paper as printed."
@@ -91,7 +91,7 @@ class Objective:
     def __post_init__(self):
         for name, allowed in (("bias", ("none", "fixed", "learned")), ("form", ("sigmoid", "infonce")), ("aggregation_negatives", ("cross", "naive")),
                               ("completion_negatives", ("cross", "naive")), ("negative_focus", ("other", "own")), ("contexts", ("each", "pooled"))):
-            if getattr(self, name) not in allowed: raise ValueError(f"{name}={getattr(self, name)!r}; expected {allowed[0]!r} or {allowed[-1]!r}" if len(allowed) == 2 else f"{name}={getattr(self, name)!r}; expected one of {', '.join(allowed)}")
+            if getattr(self, name) not in allowed: raise ValueError(f"{name}={getattr(self, name)!r}; expected {' or '.join(map(repr, allowed))}")
 
     def parts(self, stage: int) -> tuple[str, ...]: # of "aggregation", "completion"
         "Say which of equations 2 and 3 a stage minimises."

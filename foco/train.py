@@ -6,7 +6,7 @@
 __all__ = ['check_run', 'training_set', 'find_world', 'average_gradients', 'make_batch', 'rate', 'make_optimizer', 'train_step',
            'summarise', 'of_all', 'train', 'main']
 
-# %% ../nbs/05_train.ipynb #fc863922
+# %% ../nbs/05_train.ipynb #b836cac4
 import argparse, math, os, shutil, sys, time, warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields, replace
@@ -24,9 +24,9 @@ from .losses import Batch, Phi, World, total_loss
 from .training.checkpoints import SAME, CheckpointError, latest_checkpoint, load_optimizer, read_card, save_checkpoint, save_foco
 from .training.config import TrainConfig, make_config, project_path, provenance, read_overrides
 from .training.costs import preflight
-from .training.features import TrainingSet, cache_features
+from .training.features import TrainingSet, cache_features, check_cache
 
-# %% ../nbs/05_train.ipynb #f79f2000
+# %% ../nbs/05_train.ipynb #abbec2a5
 def _writable(out: Path):
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -36,10 +36,10 @@ def _writable(out: Path):
 def _refuse(folder: Path, differ: dict): # name -> (then, now)
     if differ: raise ValueError(f"{folder} was trained with another {', '.join(f'{k} ({a!r}, now {b!r})' for k, (a, b) in differ.items())}; choose another `out`, or start over (resume=False, --start-over)")
 
-def check_run(config: TrainConfig, out: Path, resume: bool, cache: Path | str | None, processes: int = 1):
+def check_run(config: TrainConfig, out: Path, resume: bool, tracker: str | None = None, processes: int = 1):
     "Find what is wrong before anything is loaded."
     _writable(out)
-    if config.features in ("float16", "int8") and cache is None: raise ValueError(f"features={config.features!r} are kept on disk; say where with cache=FOLDER")
+    if tracker not in (None, "tensorboard"): raise ValueError(f"tracker={tracker!r}; expected 'tensorboard' or None")
     if config.batch_size % processes: raise ValueError(f"batch_size={config.batch_size} cannot be shared evenly by {processes} processes; choose a multiple of {processes}")
     if config.batch_size < 2 * processes: raise ValueError(f"batch_size={config.batch_size} leaves {processes} processes less than two images each; use at least {2 * processes}")
     if resume and (folder := latest_checkpoint(out)):
@@ -133,7 +133,7 @@ def of_all(entry: dict, world: World, device: torch.device) -> dict:
     rows = world.gather(torch.tensor([[float(v) for v in entry.values()]], dtype=torch.float64, device=device)).tolist()
     return summarise([{k: int(x) if isinstance(v, int) else x for (k, v), x in zip(entry.items(), row)} for row in rows])
 
-# %% ../nbs/05_train.ipynb #578f06a4
+# %% ../nbs/05_train.ipynb #1ee5627a
 def _resume_from(out: Path, identity: dict, training: TrainingSet) -> tuple[Path | None, dict]:
     folder = latest_checkpoint(out)
     if folder is None: return None, {}
@@ -144,7 +144,6 @@ def _resume_from(out: Path, identity: dict, training: TrainingSet) -> tuple[Path
 
 def _open_tracker(kind: str | None, out: Path, config: TrainConfig):
     if kind is None: return None
-    if kind != "tensorboard": raise ValueError(f"tracker={kind!r}; expected 'tensorboard' or None")
     from accelerate import PartialState
     from accelerate.tracking import TensorBoardTracker
     PartialState(cpu=not torch.cuda.is_available())                                                      # it asks there who is the first process
@@ -185,7 +184,7 @@ class _Progress:
             save_foco(self.out / "best", model, self.card(**provenance(self.seconds, str(self.backbone.device))))
         return {f"validation {k}": v for k, v in scores.items()}
 
-# %% ../nbs/05_train.ipynb #f41424d9
+# %% ../nbs/05_train.ipynb #b40d1f50
 def train(backbone: Backbone, training: TrainingSet, config: TrainConfig, out: Path | str, resume: bool = True,
           on_log: Callable[[list[dict], float], None] | None = None, # called with the history and the share done
           log_every: int | None = None, save_every: int = 200,      # log_every: None is 10, or more in a run of over 20,000 steps
@@ -195,7 +194,7 @@ def train(backbone: Backbone, training: TrainingSet, config: TrainConfig, out: P
     "Train FoCo in two stages, with checkpoints in `out`; the finished model is in `out/foco`."
     out, device, world = Path(out), backbone.device, find_world(backbone.device)
     first_process = world.rank == 0
-    check_run(config, out, resume, "" if config.features in ("float16", "int8") else None, world.size)
+    check_run(config, out, resume, tracker, world.size)
     folder, card = _resume_from(out, backbone.identity, training) if resume else (None, {})
     if not resume and first_process:
         while (old := latest_checkpoint(out)) is not None: shutil.rmtree(old)
@@ -243,7 +242,7 @@ def _run_stage(progress: _Progress, model: FoCo, phi: Phi, average: AveragedMode
             if on_log: on_log(progress.history, (step + 1 + (stage - 1) * progress.steps[0]) / sum(progress.steps))
         if first_process and ((step + 1) % save_every == 0 or last): save_checkpoint(progress.out, model, phi, optimizer, progress.card(stage=stage, step=step + 1), average)
 
-# %% ../nbs/05_train.ipynb #df999dd6
+# %% ../nbs/05_train.ipynb #e2716a19
 def _options() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog="foco_train", description="Train FoCo. Under torchrun, every process takes a share of each batch. The same command goes on where it was stopped.")
     p.add_argument("--variant", default="default", help="default, paper or centred"); p.add_argument("--scale", default="laptop", help="laptop or paper")
@@ -265,7 +264,7 @@ def main(argv: Sequence[str] | None = None) -> int: # 0 done, 1 stopped; a wrong
         named = {k: getattr(a, k) for k in ("backbone", "pretrained", "data", "decompositions", "features", "n_images", "batch_size", "steps", "seed")}
         config = make_config(a.variant, a.scale, **named, **read_overrides(a.overrides, set(named)))
         world = find_world(torch.device(a.device or ("cuda" if torch.cuda.is_available() else "cpu")))     # with several GPUs, this chooses the process's own
-        check_run(config, Path(a.out), not a.start_over, a.cache, world.size)
+        check_run(config, Path(a.out), not a.start_over, a.tracker, world.size); check_cache(config.features, a.cache)
         pairs = config.training_pairs()
         preflight(replace(config, n_images=len(pairs)), a.device, int(os.environ.get("LOCAL_WORLD_SIZE", 1)), a.cache is not None)
         backbone = load_backbone(config.backbone, config.pretrained, device=a.device, patch_layer=config.patch_layer)

@@ -86,7 +86,9 @@ def test_photos_come_back(photos):
 
 
 def test_photos_become_pairs_and_train(photos, tmp_path, rules, tiny):
-    from foco.train import cache_features, make_config, train
+    from foco.train import train
+    from foco.training.config import make_config
+    from foco.training.features import cache_features
     root, wanted = photos
     assert decompose(["--captions", str(root/".foco-index"), "--out", str(tmp_path/"pairs")]) == 0
     with warnings.catch_warnings(): warnings.simplefilter("ignore"); pairs = open_pairs(str(root), None, decompositions=tmp_path/"pairs")
