@@ -107,7 +107,7 @@ def test_misspelled_parameter_fails(tmp_path, name, wrong, near):
 
 def test_missing_weights_say_what_to_do(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(pm.PapermillExecutionError) as error: run("05_train.ipynb", tmp_path, backbone="ViT-G-14", out=str(tmp_path / "out"))
+    with pytest.raises(pm.PapermillExecutionError) as error: run("05_train.ipynb", tmp_path, backbone="ViT-G-14", steps=2, batch_size=4, out=str(tmp_path / "out"))
     assert error.value.ename == "MissingWeights"
     for words in ("ViT-bigG-14", "laion2b_s39b_b160k", "open_clip_model.safetensors", "pretrained"): assert words in str(error.value)
 
