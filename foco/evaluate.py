@@ -27,7 +27,7 @@ from .data.genecis import load_genecis
 from .data.metrics import Ranks, kind_groups, query_values, rank_lists, rank_targets, score
 from .data.pairs import Pairs, data_source
 
-# %% ../nbs/06_evaluate.ipynb #585c1f54
+# %% ../nbs/06_evaluate.ipynb #44eea51d
 class Composer(Protocol):
     "What every method is."
     name: str
@@ -36,12 +36,12 @@ class Composer(Protocol):
     def encode_texts(self, texts: list[str]) -> torch.Tensor: ...                       # (N, D), unit rows
 
 def slerp(u, v, alpha: float): # (B, D), (B, D) unit rows -> (B, D), unit rows
-    "Walk the share `alpha` of the way from u to v along the sphere; parallel vectors are interpolated linearly."
-    theta = (u * v).sum(-1, keepdim=True).clamp(-1, 1).arccos()
-    near = theta.sin().abs() < 1e-4
+    "Walk the share `alpha` of the way from u to v along the sphere; nearly parallel vectors (|cos| > 0.9995) are interpolated linearly."
+    cosine = (u * v).sum(-1, keepdim=True).clamp(-1, 1)
+    theta, near = cosine.arccos(), cosine.abs() > .9995
     s = torch.where(near, 1., theta.sin())
     mixed = torch.where(near, (1 - alpha) * u + alpha * v, ((1 - alpha) * theta).sin() / s * u + (alpha * theta).sin() / s * v)
-    return F.normalize(mixed, dim=-1)
+    return F.normalize(torch.where(mixed.norm(dim=-1, keepdim=True) > 1e-6, mixed, u), dim=-1)     # halfway to the opposite: no direction is nearer than another
 
 # %% ../nbs/06_evaluate.ipynb #409c9907
 class TrainingFree:
@@ -74,7 +74,7 @@ def training_free(backbone: Backbone, stats: FeatureStats, alpha: float = .5) ->
             TrainingFree("average", backbone, lambda v, t: v + t),
             TrainingFree(f"centred slerp {alpha:g}", backbone, lambda v, t: slerp(v, t, alpha), stats)]
 
-# %% ../nbs/06_evaluate.ipynb #4e28509e
+# %% ../nbs/06_evaluate.ipynb #633efa79
 @dataclass(frozen=True)
 class Result:
     "Scores of one method on one benchmark, with provenance."
@@ -100,6 +100,7 @@ class Result:
     versions: dict = field(default_factory=dict)
     device: str = "cpu"
     seconds: float | None = None
+    values: dict = field(default_factory=dict) # {metric: what every query scores, 0 to 1}, where methods will be compared query by query
 
     def save(self, folder: Path) -> Path:
         "Write `<benchmark>-<split>.<method>.json`; refuses a NaN, and to replace the answer to another question."

@@ -61,20 +61,29 @@ def captioned(backbone: Backbone, pairs: Pairs, features: str = "memory", # or "
     texts = backbone.encode_texts(captions, progress=progress) if cache is None else encode_texts_cached(backbone, captions, cache=cache, progress=progress)
     return Captioned(images, texts.float(), pairs, sample_stats(images, texts), digest.hexdigest())
 
-# %% ../../nbs/methods/00_method.ipynb #8c701bf3
+# %% ../../nbs/methods/00_method.ipynb #dbee1854
 class Method(nn.Module):
     "A baseline: learns from captioned pictures, composes queries."
     name = "method"             # as tables print it
     learns = ""                 # what is trained, in a few words
     template = "{text}"         # what is made of a modification
+    needs = "features"          # what a training step sees of a picture: its features, or "pixels"
     rebuilt = ""                # not empty: built from a published description, not from code; says so wherever it appears
     defaults: dict = {}         # its own settings; anything else is refused
     published: dict = {}        # training settings that its authors report
 
     def __init__(self, backbone: Backbone, **settings):
         super().__init__()
-        if unknown := sorted(settings.keys() - self.defaults.keys()): raise ValueError(f"{self.name} has no setting {unknown[0]!r}; expected {', '.join(self.defaults) or 'none'}")
+        self.check(settings)
         self.backbone, self.settings = backbone, {**self.defaults, **settings}
+
+    @classmethod
+    def check(cls, settings: dict):
+        "Refuse settings that the method does not have."
+        if unknown := sorted(settings.keys() - cls.defaults.keys()): raise ValueError(f"{cls.name} has no setting {unknown[0]!r}; expected {', '.join(cls.defaults) or 'none'}")
+
+    @property
+    def encoder(self) -> Backbone: return self.backbone     # with which references and galleries are encoded
 
     def prepare(self, data: Captioned, generator: torch.Generator):
         "Do what comes once, before the first step."

@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['Drawings', 'training_pairs', 'Grounding', 'grounding_examples', 'say_edit', 'distractors', 'load_benchmark']
 
-# %% ../../nbs/toyworld/03_benchmark.ipynb #471886d4
+# %% ../../nbs/toyworld/03_benchmark.ipynb #f1bc0410
+import hashlib, inspect
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
@@ -15,16 +16,22 @@ from ..data.benchmark import Benchmark, Query
 from ..data.pairs import Pairs
 from ..decompose import Decomposition
 from .captions import _NOUNS, _PLACES, exact_pairs, random_plan, say, say_item
+from . import drawing as drawing_code, scenes as scenes_code
 from .drawing import draw, masks
 from .scenes import EDITS, Dice, Edit, Item, Scene, arrange, random_edit, random_item, random_scene, random_split_scene, split_of
 from dataclasses import replace
 
-# %% ../../nbs/toyworld/03_benchmark.ipynb #99f4264e
+# %% ../../nbs/toyworld/03_benchmark.ipynb #82519716
 class Drawings(Sequence):
     "Scenes that become pictures when indexed."
     def __init__(self, scenes: Sequence[Scene], size: int = 64): self.scenes, self.size = list(scenes), size
     def __len__(self): return len(self.scenes)
     def __getitem__(self, i: int) -> Image.Image: return draw(self.scenes[i], self.size)
+
+    def manifest(self) -> list: # JSON; features of these drawings can be cached
+        "What the pictures depend on: the scenes, and the code that draws them."
+        code = [inspect.getsource(part) for part in (drawing_code, scenes_code)]
+        return [self.size, *(hashlib.sha256("".join(parts).encode()).hexdigest() for parts in (code, map(repr, self.scenes)))]
 
 def training_pairs(n: int, seed: int = 0, split: str = "train",
                    k: tuple[int, int] = (3, 5) # fewest and most (local, contextual) pairs of an image

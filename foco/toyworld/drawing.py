@@ -92,7 +92,7 @@ def _key(): return [("body", [_box(-10, -14, 97, 14)]), ("body", [_box(54, 10, 7
 _SHAPES = {f.__name__[1:]: f() for f in (_star, _heart, _house, _tree, _car, _fish, _cup, _moon,
                                         _flower, _boat, _umbrella, _mushroom, _kite, _key)}
 
-# %% ../../nbs/toyworld/01_drawing.ipynb #43915c6d
+# %% ../../nbs/toyworld/01_drawing.ipynb #4ead6794
 _RGB = {"red": (214, 42, 42), "orange": (245, 132, 34), "yellow": (250, 210, 48), "green": (52, 158, 72),
         "blue": (48, 98, 212), "purple": (138, 70, 178), "white": (246, 246, 244), "black": (44, 44, 52)}
 _RADIUS = {"small": 9, "large": 14} # in pixels of a 64 x 64 picture
@@ -102,6 +102,7 @@ def _mix(a, b, share: int): return tuple((x * (100 - share) + y * share + 50) //
 def _blend(canvas, colour, cover): # in place: canvas (h, w, 3) uint16, cover (h, w) 0..16
     canvas[:] = (canvas * (16 - cover[..., None]) + np.asarray(colour, np.uint16) * cover[..., None] + 8) // 16
 
+@lru_cache(maxsize=64)
 def _pattern(pattern: str, n: int, scale: int) -> np.ndarray: # (n, n) coverage of the pattern's second colour
     if pattern == "plain": return np.zeros((n, n), np.uint16)
     w, step = n / scale, 5.6
@@ -112,7 +113,7 @@ def _pattern(pattern: str, n: int, scale: int) -> np.ndarray: # (n, n) coverage 
                  for j in range(int(w / step / .8) + 2) for i in range(int(w / step) + 2)]
     return coverage([[(x * scale, y * scale) for x, y in loop] for loop in loops], n, n)
 
-# %% ../../nbs/toyworld/01_drawing.ipynb #a3584857
+# %% ../../nbs/toyworld/01_drawing.ipynb #8676c132
 def _dilate(cover: np.ndarray, radius: float) -> np.ndarray:
     out, r = cover.copy(), int(radius) + 1
     padded = np.pad(cover, r)
@@ -122,22 +123,27 @@ def _dilate(cover: np.ndarray, radius: float) -> np.ndarray:
             if share > 0: np.maximum(out, (padded[r + dy:, r + dx:][:out.shape[0], :out.shape[1]] * share).astype(np.uint16), out=out)
     return out
 
+@lru_cache(maxsize=512)
+def _covers(category: str, size: str, mirrored: bool, scale: int): # what all colours and patterns share -> (tone, coverage) of each part, outline, shape
+    r = _RADIUS[size] * scale
+    n = 2 * r + 4 * scale
+    mid, sign = n / 2, -1 if mirrored else 1
+    parts = [(name, coverage([[(mid + sign * x * r / 100, mid + y * r / 100) for x, y in loop] for loop in loops], n, n)) for name, loops in _SHAPES[category]]
+    shape = np.maximum.reduce([cover for _, cover in parts])
+    return parts, _dilate(shape, .8 * scale), shape
+
 @lru_cache(maxsize=4096)
 def _sprite(item: Item, mirrored: bool, scale: int): # -> colours (n, n, 3), outline and shape coverage (n, n), all uint16
-    r = _RADIUS[item.size] * scale
-    n = 2 * r + 4 * scale
-    rgb, mid = _RGB[item.colour], n / 2
+    parts, outline, shape = _covers(item.category, item.size, mirrored, scale)
+    n, rgb = len(shape), _RGB[item.colour]
     bright = sum(rgb) > 560
     second = _mix(rgb, (0, 0, 0), 52) if bright else _mix(rgb, (255, 255, 255), 40 if item.colour == "black" else 72)
     tone = _FIXED | {"body": rgb, "dark": _mix(rgb, (0, 0, 0), 26), "light": _mix(rgb, (255, 255, 255), 58)}
-    canvas, shape, pattern = np.zeros((n, n, 3), np.uint16), np.zeros((n, n), np.uint16), _pattern(item.pattern, n, scale)
-    for name, loops in _SHAPES[item.category]:
-        sign = -1 if mirrored else 1
-        cover = coverage([[(mid + sign * x * r / 100, mid + y * r / 100) for x, y in loop] for loop in loops], n, n)
+    canvas, pattern = np.zeros((n, n, 3), np.uint16), _pattern(item.pattern, n, scale)
+    for name, cover in parts:
         _blend(canvas, tone[name], cover)
         if name in ("body", "dark", "light"): _blend(canvas, second, cover * pattern // 16)
-        shape = np.maximum(shape, cover)
-    return canvas, _dilate(shape, .8 * scale), shape
+    return canvas, outline, shape
 
 # %% ../../nbs/toyworld/01_drawing.ipynb #44269933
 _GRADIENT = {"grass": ((136, 190, 98), (86, 150, 66)), "sand": ((240, 218, 170), (224, 194, 138)), "night sky": ((16, 18, 50), (58, 50, 108)),
