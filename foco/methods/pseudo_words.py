@@ -29,7 +29,7 @@ class Prompts:
     def __getitem__(self, rows): return Prompts(self.ids[rows], self.fill[rows])
     def to(self, device): return Prompts(self.ids.to(device), self.fill.to(device))
 
-# %% ../../nbs/methods/01_pseudo_words.ipynb #9f9a99d0
+# %% ../../nbs/methods/01_pseudo_words.ipynb #8ca53b26
 def _pieces(backbone: Backbone, texts: Sequence[str]) -> tuple[dict[str, list[int]], list[int], int]: # tokens of each text; start, end; padding
     "Tokens of texts without the marks around them."
     empty = backbone.tokenize([""], allow_empty=True)[0].tolist()
@@ -40,7 +40,8 @@ def _pieces(backbone: Backbone, texts: Sequence[str]) -> tuple[dict[str, list[in
     cut = lambda row: row[1:len(row) - next(i for i, t in enumerate(reversed(row)) if t != padding) - 1]
     return dict(zip(texts, map(cut, ids))), [start, end], padding
 
-def make_prompts(backbone: Backbone, prompts: Sequence[Sequence[str | Word]]) -> Prompts: # each a list of texts and words
+def make_prompts(backbone: Backbone, prompts: Sequence[Sequence[str | Word]],     # each a list of texts and words
+                 strict: bool = True) -> Prompts:                                # False: a long prompt may lose words, too
     "Turn prompts into tokens; long ones lose their end, with one warning for all. A word that would be lost raises ValueError."
     texts = list(dict.fromkeys(part for p in prompts for part in p if not isinstance(part, Word)))
     known, (start, end), padding = _pieces(backbone, texts)
@@ -50,7 +51,7 @@ def make_prompts(backbone: Backbone, prompts: Sequence[Sequence[str | Word]]) ->
         row = [(t, -1) for t in [start]]
         for part in p: row += [(end, int(part))] if isinstance(part, Word) else [(t, -1) for t in known[part]]
         if len(row) >= L:
-            if any(w >= 0 for _, w in row[L - 1:]): raise ValueError(f"prompt {n} has a pseudo-word beyond token {L}, where {backbone.name} stops reading; put words before long texts")
+            if strict and any(w >= 0 for _, w in row[L - 1:]): raise ValueError(f"prompt {n} has a pseudo-word beyond token {L}, where {backbone.name} stops reading; put words before long texts")
             short.append((n, len(row) - L + 1)); row = row[:L - 1]
         ids[n, :len(row) + 1], fill[n, :len(row)] = torch.tensor([*(t for t, _ in row), end]), torch.tensor([w for _, w in row])
     if short: warnings.warn(f"{len(short)} of {len(prompts)} prompts are longer than {L} tokens and were cut; prompt {short[0][0]}, {say(prompts[short[0][0]])[:50]!r}..., lost {short[0][1]} at its end")
@@ -61,14 +62,18 @@ def say(prompt: Sequence[str | Word]) -> str:
     "A prompt as people write it: a box for a word."
     return " ".join("▢" if isinstance(part, Word) else part for part in prompt)
 
-# %% ../../nbs/methods/01_pseudo_words.ipynb #34f7b42f
+# %% ../../nbs/methods/01_pseudo_words.ipynb #e99df3c4
 def token_table(backbone: Backbone) -> nn.Embedding: # (V, E): a row for each token
     "The table in which the text tower looks its tokens up."
     model = getattr(backbone.model, "text_encoder", getattr(backbone.model, "text", backbone.model))        # BLIP | a text tower of its own | OpenAI's layout
     return model.token_embedding if hasattr(model, "token_embedding") else getattr(model, "transformer", model).get_input_embeddings()
 
-def encode_prompts(backbone: Backbone, prompts: Prompts, words: Tensor) -> Tensor: # (N, S, E): S vectors for each prompt -> (N, D), not normalised, on the backbone's device
+def encode_prompts(backbone: Backbone, prompts: Prompts, words: Tensor,     # (N, S, E): S vectors for each prompt
+                   parts: int = 1) -> Tensor:                               # read in so many parts, by length: short ones need no padding then -> (N, D), not normalised, on the backbone's device
     "Encode prompts with vectors in the places of words; gradients flow into the vectors."
+    if min(parts, len(prompts)) > 1:
+        order = prompts.ids.ne(prompts.ids[:, -1:]).sum(1).argsort().to(words.device)
+        return torch.cat([encode_prompts(backbone, prompts[rows.to(prompts.ids.device)], words[rows]) for rows in order.chunk(parts)])[order.argsort()]
     table = token_table(backbone)
     if words.ndim != 3 or len(words) != len(prompts) or words.shape[2] != table.embedding_dim:
         raise ValueError(f"words of shape {tuple(words.shape)} for {len(prompts)} prompts; expected ({len(prompts)}, S, {table.embedding_dim}), a vector of the token table's width for each word")
@@ -87,7 +92,7 @@ def encode_with_pseudo_words(backbone: Backbone, prompts: Sequence[Sequence[str 
     "Make and encode prompts in one go."
     return unit(encode_prompts(backbone, make_prompts(backbone, prompts), words))
 
-# %% ../../nbs/methods/01_pseudo_words.ipynb #14999c87
+# %% ../../nbs/methods/01_pseudo_words.ipynb #b515576a
 def word_mlp(d_in: int, d_hidden: int, d_out: int, layers: int = 3, dropout: float = 0., activation: Callable[[], nn.Module] = nn.ReLU) -> nn.Sequential:
     "A perceptron of `layers` linear layers, with dropout and activation between them."
     sizes, parts = [d_in, *[d_hidden] * (layers - 1), d_out], []
@@ -97,6 +102,12 @@ def word_mlp(d_in: int, d_hidden: int, d_out: int, layers: int = 3, dropout: flo
 class PseudoWordMethod(Method):
     "A method that turns a picture into pseudo-words, and composes by reading them with the modification."
     template = "a photo of {word} that {text}"
+
+    def __init__(self, backbone: Backbone, **settings):
+        super().__init__(backbone, **settings)
+        self.template = self.settings.get("template", self.template)
+        if [self.template.count(gap) for gap in ("{word}", "{text}")] != [1, 1] or self.template.index("{word}") > self.template.index("{text}"):
+            raise ValueError(f"template {self.template!r} of {self.name}; expected one {{word}} and, behind it, one {{text}}")
 
     def prompt(self, text: str | None) -> list[str | Word]: # None: the picture alone
         "The parts of a query; `template` says how, the user's text is taken as it is."
