@@ -6,17 +6,14 @@
 __all__ = ['BLIP_CONFIGS', 'BLIP_WEIGHTS', 'blip_model_cfg', 'Blip', 'build_blip', 'ChecksumWords', 'WordPieces', 'BlipTokenizer',
            'make_blip_tokenizer', 'read_blip_folder', 'write_blip_folder']
 
-# %% ../nbs/00_blip.ipynb #7b59c513
+# %% ../nbs/00_blip.ipynb #ff79d51a
 import json, re, shutil, zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 from open_clip.constants import OPENAI_DATASET_MEAN, OPENAI_DATASET_STD
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from torch import Tensor, nn
-from transformers import BlipConfig, BlipForImageTextRetrieval
-from transformers.initialization import no_init_weights
 
 # %% ../nbs/00_blip.ipynb #731f4be6
 _TEXT = dict(vocab_size=30524, hidden_size=768, intermediate_size=3072, num_hidden_layers=12, num_attention_heads=12,
@@ -36,12 +33,19 @@ BLIP_WEIGHTS = { # name: {tag: where the weights are, how they were trained, wha
     for name in BLIP_CONFIGS
 }
 
-# %% ../nbs/00_blip.ipynb #2f78e1c1
+# %% ../nbs/00_blip.ipynb #e4780864
+def _transformers():
+    "Import transformers, which only a BLIP needs."
+    try:
+        import transformers
+        return transformers
+    except ModuleNotFoundError as e: raise ModuleNotFoundError("a BLIP needs transformers: pip install 'foco[blip]'", name=e.name) from e
+
 def blip_model_cfg(
     config: dict, # of transformers, as in config.json
 ) -> dict: # as open_clip would say it, and the config itself under "blip"
     "Translate a BLIP config; raises ValueError for one that cannot be run."
-    cfg = BlipConfig.from_dict(config)
+    cfg = _transformers().BlipConfig.from_dict(config)
     vision, text = cfg.vision_config, cfg.text_config
     kind = (config.get("architectures") or ["BlipForImageTextRetrieval"])[0]
     if kind != "BlipForImageTextRetrieval":
@@ -56,10 +60,10 @@ def blip_model_cfg(
                          "width": text.hidden_size, "heads": text.num_attention_heads},
             "blip": {k: config[k] for k in ("image_text_hidden_size", "text_config", "vision_config") if k in config}}
 
-# %% ../nbs/00_blip.ipynb #9e453e53
-class Blip(BlipForImageTextRetrieval):
-    "BLIP's retrieval model, with the sizes and the two methods that `Backbone` asks for."
-    def __init__(self, config: BlipConfig):
+# %% ../nbs/00_blip.ipynb #53680eb6
+class Blip:
+    "What `Backbone` asks for, the sizes and two methods; `build_blip` puts it before transformers' `BlipForImageTextRetrieval`."
+    def __init__(self, config): # transformers' BlipConfig
         super().__init__(config)
         vision = config.vision_config
         size, patch = (tuple(x) if isinstance(x, (list, tuple)) else (x, x) for x in (vision.image_size, vision.patch_size))
@@ -80,12 +84,15 @@ class Blip(BlipForImageTextRetrieval):
         ids = ids[:, :int(ids.ne(0).any(0).nonzero().max()) + 1]
         return self.text_proj(self.text_encoder(ids, attention_mask=ids.ne(0).long()).last_hidden_state[:, 0])
 
-# %% ../nbs/00_blip.ipynb #02005fd5
-def build_blip(model_cfg: dict) -> Blip: # from `blip_model_cfg`
+# %% ../nbs/00_blip.ipynb #fe731950
+def build_blip(model_cfg: dict) -> nn.Module: # from `blip_model_cfg`
     "Build the model that a config describes; `foco.weights.build_model` chooses type, device and initial values."
     act = {"hidden_act": "quick_gelu" if model_cfg["quick_gelu"] else "gelu"}
     parts = {k: {**model_cfg["blip"].get(k, {}), **act} for k in ("text_config", "vision_config")}
-    with no_init_weights(): model = Blip(BlipConfig.from_dict({**model_cfg["blip"], **parts}))
+    transformers = _transformers()
+    from transformers.initialization import no_init_weights
+    class Model(Blip, transformers.BlipForImageTextRetrieval): pass
+    with no_init_weights(): model = Model(transformers.BlipConfig.from_dict({**model_cfg["blip"], **parts}))
     for part in model.modules():
         if isinstance(part, (nn.Linear, nn.Conv2d, nn.Embedding)): nn.init.normal_(part.weight, std=.02)
         if isinstance(part, nn.LayerNorm): nn.init.ones_(part.weight)
@@ -93,7 +100,7 @@ def build_blip(model_cfg: dict) -> Blip: # from `blip_model_cfg`
     for p in (model.vision_model.embeddings.class_embedding, model.vision_model.embeddings.position_embedding): nn.init.normal_(p, std=.02)
     return model.eval()
 
-# %% ../nbs/00_blip.ipynb #d4d3b582
+# %% ../nbs/00_blip.ipynb #cbf09c9f
 _VOCABULARIES = ("vocab.txt", "tokenizer.json")
 
 class ChecksumWords:
@@ -108,6 +115,7 @@ class ChecksumWords:
 class WordPieces:
     "Number pieces of words as BERT does; a mark written in a text is text."
     def __init__(self, vocabulary: Path, vocab_size: int): # vocab.txt or tokenizer.json; rows of the model's table
+        from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
         if vocabulary.name.endswith(".txt"): words = vocabulary.read_text(encoding="utf-8").removesuffix("\n").split("\n")
         else: words = json.loads(vocabulary.read_text(encoding="utf-8"))["model"]["vocab"]
         self.vocab = words if isinstance(words, dict) else {word: i for i, word in enumerate(words)}

@@ -5,15 +5,17 @@
 # %% auto #0
 __all__ = ['Block', 'Token', 'Completer', 'FoCo', 'FoCoComposer']
 
-# %% ../nbs/03_complete.ipynb #e9746e2a
+# %% ../nbs/03_complete.ipynb #05a2169b
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 import torch
 from torch import nn
 from .aggregate import Aggregator, mlp, unit_rows
 from .backbones import Backbone, FeatureStats, ImageFeatures, center
 from .decompose import Decomposer
+from .hub import SharedModel
 
 # %% ../nbs/03_complete.ipynb #e383d6b9
 class Block(nn.Module):
@@ -81,8 +83,8 @@ class Completer(nn.Module):
         h = self.out(self.norm(h))
         return unit_rows(h if self.f_m is None else v_g + h / 2)
 
-# %% ../nbs/03_complete.ipynb #14ffb040
-class FoCo(nn.Module):
+# %% ../nbs/03_complete.ipynb #cb444642
+class FoCo(nn.Module, SharedModel):
     "Focus-then-Complete on frozen features."
     def __init__(self, D: int, stats: FeatureStats | None = None, # None: features are used as they are
                  heads: int = 8, query: str = "fused", attention: str = "cross", blocks: int = 2, use_background: bool = True,
@@ -91,6 +93,8 @@ class FoCo(nn.Module):
                  residual: bool = False):
         super().__init__()
         if completion not in ("learned", "linear"): raise ValueError(f"completion={completion!r}; expected 'learned' or 'linear'")
+        self._hub_mixin_config = None   # foco.json says it all, and is the only file that does
+        self.options = dict(heads=heads, query=query, attention=attention, blocks=blocks, use_background=use_background, start=start, expand=expand, inference_background=inference_background, completion=completion, residual=residual)
         self.completion = completion
         self.aggregator = Aggregator(D, heads, query, attention, expand)
         self.completer = Completer(D, heads, blocks, use_background, start, expand, residual)
@@ -120,12 +124,23 @@ class FoCo(nn.Module):
         focus = self.aggregator(c, images, need_background=self.needs_background)
         return self.complete(X, focus.local, focus.background, images.global_[:, None])
 
-# %% ../nbs/03_complete.ipynb #6187cd2f
+# %% ../nbs/03_complete.ipynb #519d17a9
 class FoCoComposer:
     "A `Composer`: composes queries in the space in which it ranks the gallery."
     def __init__(self, foco: FoCo, backbone: Backbone, name: str = "FoCo",
                  decompose: Decomposer | None = None): # splits modifications before they are composed; None: they are used whole
+        foco.check_backbone(backbone)
         self.foco, self.backbone, self.name, self.decompose = foco.eval(), backbone, name, decompose
+
+    @classmethod
+    def from_pretrained(cls, name_or_path: str | Path, # a model, as for `FoCo.from_pretrained`
+                        pretrained: str | None = None, # where its backbone's weights are, if not where training found them
+                        device: str | torch.device | None = None, # None: a GPU if there is one
+                        decompose: Decomposer | None = None, **options: Any) -> "FoCoComposer":
+        "Load a trained model and the backbone that it was trained on."
+        foco = FoCo.from_pretrained(name_or_path, **options)
+        backbone = foco.load_backbone(pretrained, device)
+        return cls(foco.to(backbone.device), backbone, decompose=decompose)
 
     @property
     def device(self): return self.foco.image_mean.device

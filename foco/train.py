@@ -6,7 +6,7 @@
 __all__ = ['check_run', 'training_set', 'find_world', 'average_gradients', 'make_batch', 'rate', 'make_optimizer', 'train_step',
            'summarise', 'of_all', 'train', 'main']
 
-# %% ../nbs/05_train.ipynb #b836cac4
+# %% ../nbs/05_train.ipynb #d0252234
 import argparse, math, os, shutil, sys, time, warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields, replace
@@ -21,7 +21,8 @@ from .backbones import Backbone, ImageFeatures, load_backbone
 from .complete import FoCo
 from .data.pairs import Pairs
 from .losses import Batch, Phi, World, total_loss
-from .training.checkpoints import SAME, CheckpointError, latest_checkpoint, load_optimizer, read_card, save_checkpoint, save_foco
+from .hub import SAME, read_card, save_foco
+from .training.checkpoints import CheckpointError, latest_checkpoint, load_optimizer, save_checkpoint
 from .training.config import TrainConfig, make_config, project_path, provenance, read_overrides
 from .training.costs import preflight
 from .training.features import TrainingSet, cache_features, check_cache
@@ -50,11 +51,12 @@ def training_set(config: TrainConfig, backbone: Backbone, pairs: Pairs, cache: P
     "Encode what a run with these settings needs."
     return cache_features(backbone, pairs, config.center, config.k_max, config.counterfactuals_of(pairs), config.features, cache and project_path(cache), workers, progress)
 
-# %% ../nbs/05_train.ipynb #bfc4a894
+# %% ../nbs/05_train.ipynb #e4e60c0c
 def find_world(device: torch.device) -> World:
     "See the other processes, if torchrun or accelerate launch started several."
     if int(os.environ.get("WORLD_SIZE", 1)) == 1: return World()
-    from accelerate import PartialState
+    try: from accelerate import PartialState
+    except ModuleNotFoundError as e: raise ModuleNotFoundError("several processes need accelerate: pip install 'foco[train]'", name=e.name) from e
     from accelerate.utils import gather
     state = PartialState(cpu=device.type == "cpu", timeout=timedelta(days=2))    # the first process may encode for long while the others wait
     join = lambda x: gather(x.contiguous().to(torch.uint8)).bool() if x.dtype == torch.bool else gather(x.contiguous())
@@ -133,7 +135,7 @@ def of_all(entry: dict, world: World, device: torch.device) -> dict:
     rows = world.gather(torch.tensor([[float(v) for v in entry.values()]], dtype=torch.float64, device=device)).tolist()
     return summarise([{k: int(x) if isinstance(v, int) else x for (k, v), x in zip(entry.items(), row)} for row in rows])
 
-# %% ../nbs/05_train.ipynb #1ee5627a
+# %% ../nbs/05_train.ipynb #a79f7772
 def _resume_from(out: Path, identity: dict, training: TrainingSet) -> tuple[Path | None, dict]:
     folder = latest_checkpoint(out)
     if folder is None: return None, {}
@@ -144,12 +146,13 @@ def _resume_from(out: Path, identity: dict, training: TrainingSet) -> tuple[Path
 
 def _open_tracker(kind: str | None, out: Path, config: TrainConfig):
     if kind is None: return None
-    from accelerate import PartialState
+    try: from accelerate import PartialState
+    except ModuleNotFoundError as e: raise ModuleNotFoundError("a tracker needs accelerate: pip install 'foco[train]'", name=e.name) from e
     from accelerate.tracking import TensorBoardTracker
     PartialState(cpu=not torch.cuda.is_available())                                                      # it asks there who is the first process
     tracker = TensorBoardTracker("tensorboard", logging_dir=str(out))
     try: tracker.start()
-    except ModuleNotFoundError as e: raise ModuleNotFoundError("tracker='tensorboard' needs the package tensorboard: pip install tensorboard") from e
+    except ModuleNotFoundError as e: raise ModuleNotFoundError("tracker='tensorboard' needs the package tensorboard: pip install 'foco[train]'") from e
     tracker.store_init_configuration({k: v for k, v in asdict(config).items() if isinstance(v, (bool, int, float, str))})
     return tracker
 
@@ -184,7 +187,7 @@ class _Progress:
             save_foco(self.out / "best", model, self.card(**provenance(self.seconds, str(self.backbone.device))))
         return {f"validation {k}": v for k, v in scores.items()}
 
-# %% ../nbs/05_train.ipynb #b40d1f50
+# %% ../nbs/05_train.ipynb #891b4e1a
 def train(backbone: Backbone, training: TrainingSet, config: TrainConfig, out: Path | str, resume: bool = True,
           on_log: Callable[[list[dict], float], None] | None = None, # called with the history and the share done
           log_every: int | None = None, save_every: int = 200,      # log_every: None is 10, or more in a run of over 20,000 steps
@@ -216,7 +219,9 @@ def train(backbone: Backbone, training: TrainingSet, config: TrainConfig, out: P
         _run_stage(progress, model, phi, average, optimizer, training, stage, begin, (on_log, every, save_every, validate, validate_every, tracking), result)
     finished = card.get("stage") == 2 and card["step"] == steps[1] and (out / "foco" / "foco.json").exists()     # then it stays as it is
     if finished and on_log: on_log(progress.history, 1.)
-    if first_process and not finished: save_foco(out / "foco", result(), progress.card(steps=steps, **{"negatives per image": config.batch_size - 1, "processes": world.size}, **provenance(progress.seconds, str(device))))
+    final = read_card(out / "foco") if finished else progress.card(steps=steps, **{"negatives per image": config.batch_size - 1, "processes": world.size}, **provenance(progress.seconds, str(device)))
+    if first_process and not finished: save_foco(out / "foco", result(), final)
+    result().card = final
     if tracking: tracking.finish()
     return result().eval(), progress.history
 

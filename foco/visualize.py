@@ -9,12 +9,13 @@ __all__ = ['PALETTE', 'GREY', 'FONT', 'HEAT', 'SHADE', 'STYLE', 'luminance', 'Pa
            'queries_table', 'show_queries', 'show_query', 'similarities_table', 'plot_similarities', 'scores_table',
            'plot_scores', 'by_kind_table', 'plot_by_kind', 'history_table', 'plot_history']
 
-# %% ../nbs/07_visualize.ipynb #f534ff22
+# %% ../nbs/07_visualize.ipynb #fc1b8580
 import functools, io, textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-import matplotlib
+try: import matplotlib
+except ModuleNotFoundError as e: raise ModuleNotFoundError("drawing needs matplotlib: pip install 'foco[paper]'", name=e.name) from e
 import numpy as np
 import pandas as pd
 import torch

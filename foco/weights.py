@@ -139,7 +139,7 @@ def _find_activation(
         warnings.warn(f"{unsaid}: taking {entry.activation}, as {name} with {entry.pretrained}. To be sure, write pretrained='TAG={path}'")
     return entry.activation == "quick_gelu"
 
-# %% ../nbs/00_weights.ipynb #51f13eb2
+# %% ../nbs/00_weights.ipynb #d138587b
 @dataclass(frozen=True)
 class Recipe:
     "Everything needed to build one backbone; nothing is built or fetched yet."
@@ -160,6 +160,9 @@ def _check_tower(name: str, model_cfg: dict):
     vision = model_cfg["vision_cfg"]
     kind = ("a timm model" if "timm_model_name" in vision else "a ResNet" if not isinstance(vision.get("layers", 12), int)
             else "attention-pooled (CoCa)" if vision.get("attentional_pool") or "multimodal_cfg" in model_cfg else None)
+    if {"hf_model_name", "hf_tokenizer_name"} & model_cfg["text_cfg"].keys():
+        try: import transformers # by open_clip
+        except ModuleNotFoundError as e: raise ModuleNotFoundError(f"{name}: its text tower needs transformers: pip install 'foco[blip]'", name=e.name) from e
     if kind: raise ValueError(f"{name}: its image tower is {kind}; patch features need a plain vision transformer, such as {', '.join(BACKBONES)}")
 
 # %% ../nbs/00_weights.ipynb #e64c1a81

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import foco.hub as hub
 import foco.train as T
 import foco.training.checkpoints as checkpoints
 from foco.backbones import ImageFeatures, load_backbone
@@ -75,9 +76,9 @@ def test_full_disk_leaves_the_last_checkpoint(backbone, training, tmp_path, monk
             path.write_bytes(b"half a file")
             raise OSError(errno.ENOSPC, "No space left on device")
         real(tensors, path)
-    monkeypatch.setattr(checkpoints, "save_file", full)
+    for module in (hub, checkpoints): monkeypatch.setattr(module, "save_file", full)
     with pytest.raises(CheckpointError, match="No space left.*last complete one is .*stage1-0000002"): train(backbone, training, config(), tmp_path, save_every=2)
-    monkeypatch.setattr(checkpoints, "save_file", real)
+    for module in (hub, checkpoints): monkeypatch.setattr(module, "save_file", real)
     assert latest_checkpoint(tmp_path).name == "stage1-0000002" and not list(tmp_path.glob("*.unfinished"))
     load_foco(latest_checkpoint(tmp_path), backbone)
     train(backbone, training, config(), tmp_path) # resumes
@@ -105,7 +106,7 @@ def test_misspelled_weights_are_refused(backbone, training, tmp_path):
     path = tmp_path / "foco" / "foco.safetensors"
     state = checkpoints.load_file(path)
     checkpoints.save_file({("typo." + k if i == 0 else k): v for i, (k, v) in enumerate(state.items())}, path)
-    with pytest.raises(RuntimeError, match="typo"): load_foco(tmp_path / "foco", backbone)
+    with pytest.raises(ValueError, match="foco.safetensors does not fit.*typo"): load_foco(tmp_path / "foco", backbone)
 
 
 @pytest.mark.parametrize("given", [{"form": "infonce"}, {"aggregation_negatives": "naive"}, {"variant": "centred", "completion_negatives": "naive"}, {"variant": "centred", "negative_focus": "own"},

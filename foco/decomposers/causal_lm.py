@@ -14,13 +14,14 @@ import torch
 from jinja2 import TemplateError
 from ..decompose import PROMPT, Answer, Checks, LanguageModel, Prompt, code_hash
 
-# %% ../../nbs/decomposers/01_causal_lm.ipynb #de8abad0
+# %% ../../nbs/decomposers/01_causal_lm.ipynb #1e426307
 class MissingModel(FileNotFoundError):
     "The language model cannot be had; the message says what to type."
 
 def random_llama(width: int = 32, layers: int = 2, seed: int = 0): # -> (model, tokenizer)
     "Make a tiny Llama with random weights and a tokenizer of bytes."
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    try: from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    except ModuleNotFoundError as e: raise ModuleNotFoundError("a language model needs transformers: pip install 'foco[llm]'", name=e.name) from e
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
     tokens = ["<|begin|>", "<|role|>", "<|end|>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
     core = Tokenizer(models.BPE(vocab={t: i for i, t in enumerate(tokens)}, merges=[]))
@@ -34,12 +35,13 @@ def random_llama(width: int = 32, layers: int = 2, seed: int = 0): # -> (model, 
         torch.manual_seed(seed)
         return LlamaForCausalLM(config).eval(), tokenizer
 
-# %% ../../nbs/decomposers/01_causal_lm.ipynb #3c167316
+# %% ../../nbs/decomposers/01_causal_lm.ipynb #e6455929
 def load_causal_lm(model: str, revision: str | None, device: torch.device, dtype: torch.dtype): # -> (model, tokenizer, revision that was found)
     "Load a model and its tokenizer from a folder, the hub's cache or the hub; raises MissingModel, ValueError."
     if model == "random": return (*(m.to(device, dtype) if isinstance(m, torch.nn.Module) else m for m in random_llama()), "random")
     import huggingface_hub as hub
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    try: from transformers import AutoModelForCausalLM, AutoTokenizer
+    except ModuleNotFoundError as e: raise ModuleNotFoundError("a language model needs transformers: pip install 'foco[llm]'", name=e.name) from e
     def missing(why): return MissingModel(f"""no language model {model!r} on this computer: {why}
   from       https://huggingface.co/{model}   (gated models such as Llama: accept the licence there, then hf auth login)
   fetch it   hf download {model}
