@@ -892,6 +892,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                   'foco.methods.moa.MoA.loss': ('methods/moa.html#moa.loss', 'foco/methods/moa.py'),
                                   'foco.methods.moa.MoA.objects': ('methods/moa.html#moa.objects', 'foco/methods/moa.py'),
                                   'foco.methods.moa.MoA.prepare': ('methods/moa.html#moa.prepare', 'foco/methods/moa.py'),
+                                  'foco.methods.moa.MoA.relevance': ('methods/moa.html#moa.relevance', 'foco/methods/moa.py'),
                                   'foco.methods.moa.MoA.words': ('methods/moa.html#moa.words', 'foco/methods/moa.py'),
                                   'foco.methods.moa.align_loss': ('methods/moa.html#align_loss', 'foco/methods/moa.py'),
                                   'foco.methods.moa.head_noun': ('methods/moa.html#head_noun', 'foco/methods/moa.py'),

@@ -77,8 +77,9 @@ def test_depends_on_picture_text_and_patches(cls, tiny, few):
     other = ImageFeatures(images.global_[:1], images.patches[1:])
     assert not torch.allclose(method.compose(other, ["on the sand"])[0], a, atol=1e-5)
     texts = tiny.encode_texts(["on the sand", "the fish is gone"])
-    with torch.no_grad(): w = method.words(images[[0, 0]], texts)
-    assert not torch.allclose(w[0], w[1], atol=1e-6)           # not the sentence alone: the words, too
+    all_ = few.images[:].to(torch.float32)
+    with torch.no_grad(): v, w = (method.words(all_, t.expand(len(few), -1)) for t in texts)
+    assert not torch.allclose(v, w, atol=1e-6)                  # not the sentence alone: the words of some pictures, too
 
 
 def test_gates_start_where_they_should(tiny, few):
@@ -124,7 +125,7 @@ def test_filter_follows_the_text(tiny, few):
     method, _ = train(MoA, tiny, few, 10, lr=5e-3, objects=8, kept=1)
     images = few.images[:].to(torch.float32)
     with torch.no_grad(): a, b = (method.words(images, tiny.encode_texts([t]).expand(len(images), -1))[:, 1] for t in ("the fish is gone", "on the sand"))
-    assert 0 < (a - b).abs().amax(1).gt(1e-6).sum() <= len(images)
+    assert (a - b).abs().amax(1).gt(1e-6).any()
 
 
 @pytest.fixture(scope="module")

@@ -5,14 +5,14 @@
 # %% auto #0
 __all__ = ['head_noun', 'noun_categories', 'noun_features', 'relevance', 'keep', 'align_loss', 'MoA']
 
-# %% ../../nbs/methods/09_moa.ipynb #3a14fe32
+# %% ../../nbs/methods/09_moa.ipynb #0bcec5ab
 import re
 from collections import Counter
 from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from ..backbones import Backbone, ImageFeatures, unit
+from ..backbones import Backbone, ImageFeatures, center, unit
 from ..decompose import FUNCTION_WORDS
 from .context_i2w import Extractor, GapMethod, at_length
 from .method import contrastive
@@ -32,15 +32,15 @@ def noun_categories(phrases: Sequence[str], most: int) -> list[str]:
     counts = Counter(noun for p in phrases if (noun := head_noun(p)))
     return sorted(counts, key=lambda n: (-counts[n], n))[:most]
 
-# %% ../../nbs/methods/09_moa.ipynb #74da022a
+# %% ../../nbs/methods/09_moa.ipynb #bff432be
 def noun_features(backbone: Backbone, nouns: Sequence[str]) -> Tensor: # V nouns, two or more -> (V, D), unit rows
     "Features of noun prompts, without what they share."
     x = backbone.encode_texts([f"a {n}" for n in nouns])
     return unit(x - x.mean(0))
 
-def relevance(objects: Tensor, texts: Tensor, nouns: Tensor, scale: float) -> Tensor: # (B, K, D), (B, D), (V, D) unit rows -> (B, K), 0 to 1
+def relevance(objects: Tensor, texts: Tensor, nouns: Tensor, mean: Tensor, scale: float) -> Tensor: # (B, K, D), (B, D), (V, D) unit rows; mean (D,) of texts -> (B, K), 0 to 1
     "How well the nouns of each object agree with those of the text."
-    share = lambda x: (scale * x @ nouns.T).softmax(-1)
+    share = lambda x: (scale * center(x, mean) @ nouns.T).softmax(-1)
     return (share(objects) * share(texts)[:, None]).sum(-1)
 
 def keep(objects: Tensor, r: Tensor, n: int) -> Tensor: # (B, K, D), (B, K) -> (B, n, D)
@@ -55,13 +55,13 @@ def align_loss(objects: Tensor, texts: Tensor, scale: float) -> Tensor: # (B, K,
     doubled = (texts @ texts.T > .9999) & ~torch.eye(len(texts), dtype=torch.bool, device=texts.device)
     return F.cross_entropy((scale * similar).masked_fill(doubled, float("-inf")), torch.arange(len(texts), device=texts.device))
 
-# %% ../../nbs/methods/09_moa.ipynb #7d66a497
+# %% ../../nbs/methods/09_moa.ipynb #3d8d88f0
 class MoA(GapMethod):
     "Words of the objects that a text speaks of, and of the whole picture."
     name, learns, reads = "MoA", "object queries and two heads", "phrase"
     rebuilt = "re-implementation from the description"
     defaults = {"template": "{word} {text}", "sentence": "photo", "phrases": "locals", "norm": 2., "objects": 8, "kept": 2, "blocks": 1, "heads": 4, "expand": 2,
-                "hidden": 256, "dropout": .1, "n_nouns": 64, "align": .5}
+                "hidden": 256, "dropout": .1, "n_nouns": 64, "sharp": 10., "align": .5}
     published = {"settings": {}, "source": "the abstract; number of queries, loss and schedule were not readable"}
 
     def __init__(self, backbone: Backbone, **settings):
@@ -73,10 +73,12 @@ class MoA(GapMethod):
         head = lambda: nn.Sequential(nn.LayerNorm(D), word_mlp(D, s["hidden"], E, dropout=s["dropout"]))
         self.whole, self.thing = head(), head()
         self.register_buffer("nouns", torch.zeros(s["n_nouns"], D))     # rows of zeros: fewer nouns were found, or none was looked for
+        self.register_buffer("mean", torch.zeros(D))                    # of texts
 
     def prepare(self, data, generator):
         "Take noun categories from the training captions, too."
         super().prepare(data, generator)
+        self.mean.copy_(data.stats.text_mean)
         found = noun_categories([l for d in data.pairs.decompositions for l in d.locals_], len(self.nouns))
         self.nouns.zero_()[:len(found)] = noun_features(self.backbone, found).to(self.nouns.device)
 
@@ -84,11 +86,13 @@ class MoA(GapMethod):
         "Candidate objects, in the joint space."
         return unit(self.to_joint(self.extract(images.patches)[0]))
 
+    def relevance(self, objects: Tensor, texts: Tensor) -> Tensor: # (B, K, D), (B, D) -> (B, K)
+        return relevance(objects, texts, self.nouns[self.nouns.any(1)], self.mean, self.settings["sharp"])
+
     def words(self, images: ImageFeatures, texts: Tensor, objects: Tensor | None = None) -> Tensor: # (B, D) -> (B, 1 + kept, E)
         "The whole first, then what the text speaks of."
         o = self.objects(images) if objects is None else objects
-        real = self.nouns[self.nouns.any(1)]
-        kept = keep(o, relevance(o.detach(), texts, real, self.scale), self.settings["kept"])
+        kept = keep(o, self.relevance(o.detach(), texts), self.settings["kept"])
         return at_length(torch.cat([self.whole(images.global_)[:, None], self.thing(kept)], 1), self.length)
 
     def loss(self, data, rows, images, generator):
