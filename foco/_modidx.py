@@ -72,6 +72,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                 'foco.baselines._Again.__init__': ('baselines.html#_again.__init__', 'foco/baselines.py'),
                                 'foco.baselines._Again.__len__': ('baselines.html#_again.__len__', 'foco/baselines.py'),
                                 'foco.baselines._Again.stream': ('baselines.html#_again.stream', 'foco/baselines.py'),
+                                'foco.baselines._grid': ('baselines.html#_grid', 'foco/baselines.py'),
                                 'foco.baselines._in_processes': ('baselines.html#_in_processes', 'foco/baselines.py'),
                                 'foco.baselines._means': ('baselines.html#_means', 'foco/baselines.py'),
                                 'foco.baselines._options': ('baselines.html#_options', 'foco/baselines.py'),

@@ -74,7 +74,7 @@ def training_free(backbone: Backbone, stats: FeatureStats, alpha: float = .5) ->
             TrainingFree("average", backbone, lambda v, t: v + t),
             TrainingFree(f"centred slerp {alpha:g}", backbone, lambda v, t: slerp(v, t, alpha), stats)]
 
-# %% ../nbs/06_evaluate.ipynb #633efa79
+# %% ../nbs/06_evaluate.ipynb #eb5c5c21
 @dataclass(frozen=True)
 class Result:
     "Scores of one method on one benchmark, with provenance."
@@ -100,7 +100,7 @@ class Result:
     versions: dict = field(default_factory=dict)
     device: str = "cpu"
     seconds: float | None = None
-    values: dict = field(default_factory=dict) # {metric: what every query scores, 0 to 1}, where methods will be compared query by query
+    values: dict = field(default_factory=dict) # {metric: what every query scores, 0 to 1}, where methods will be compared query by query; "group": the kind of each, if the score is a mean over kinds
 
     def save(self, folder: Path) -> Path:
         "Write `<benchmark>-<split>.<method>.json`; refuses a NaN, and to replace the answer to another question."

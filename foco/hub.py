@@ -216,7 +216,7 @@ class _Saving(ModelHubMixin):
             raise HubError(f"{repo_id} was not uploaded ({_said(error)}). Log in with `hf auth login` as somebody who may write there, or save_pretrained(folder) "
                            f"here and later run: hf upload {repo_id} folder") from None
 
-# %% ../nbs/00_hub.ipynb #23cff82c
+# %% ../nbs/00_hub.ipynb #287a4901
 class SharedModel(_Saving):
     "Adds to FoCo: from_pretrained, save_pretrained, push_to_hub, and the knowledge of its backbone."
     @classmethod
@@ -227,6 +227,7 @@ class SharedModel(_Saving):
         "Load a trained model; raises HubError, FileNotFoundError or ValueError."
         folder = find_model(pretrained_model_name_or_path, **options)
         card, path = read_card(folder), folder / MODEL_FILES[1]
+        if "method" in card: raise ValueError(f"{folder} holds a {card['method']}, not a FoCo; load it with foco.baselines.load_baseline")
         if backbone is not None: check_backbone(card, backbone.identity, str(folder))
         mean = read_weights(path).get("image_mean")
         if mean is None: raise ValueError(f"{path} does not hold a FoCo: it has no image_mean. Is it the file of another model?")

@@ -54,13 +54,13 @@ def mask(caption: str, runs: list[tuple[int, int]], dice: random.Random) -> list
         parts += [caption[at:start].strip(), Word(0)]; at = end
     return [part for part in [*parts, caption[at:].strip()] if isinstance(part, Word) or part]
 
-# %% ../../nbs/methods/04_lincir.ipynb #734fa264
+# %% ../../nbs/methods/04_lincir.ipynb #a4d21fc6
 class LinCIR(PseudoWordMethod):
     "A word that stands for all things of a caption."
     name, learns = "LinCIR", "a word for a caption, from captions alone"
     defaults = dict(template="{word}, {text}", hidden=0, dropout=.0, noise=1., keywords="plain")      # hidden 0: four times D | keywords: "plain" or "spacy"
     published = dict(template="a photo of {word} that {text}", data="captions of CC3M, 2.47M prompts of Stable Diffusion, prompts of Midjourney", batch=512, lr=1e-4, weight_decay=.01, schedule="constant", steps=20_000,
-                     optimizer="AdamW", dropout=.5, source="the authors' public code, as described in the list of methods")
+                     optimizer="AdamW", dropout=.5, source="the authors' public code, read second-hand")
 
     def __init__(self, backbone: Backbone, **settings):
         super().__init__(backbone, **settings)

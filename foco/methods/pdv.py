@@ -12,7 +12,7 @@ from ..backbones import ImageFeatures, unit
 from .method import Captioned, Method
 from .pseudo_words import PseudoWordMethod
 
-# %% ../../nbs/methods/05_pdv.ipynb #2f915995
+# %% ../../nbs/methods/05_pdv.ipynb #c83021aa
 def walk(v: Tensor, t0: Tensor, t1: Tensor, beta: float, a_image: float | None, a_text: float) -> Tensor: # v, t0, t1 (B, D) unit rows; a_image None: chosen for each query -> (B, D), unit rows
     "Go from picture and word along what the modification changes."
     d = t1 - t0
@@ -25,7 +25,7 @@ class PDV(Method):
     name, learns = "PDV", "nothing beyond its base"
     defaults = dict(beta=.8, a_image=1.2, a_text=1.)
     published = {"SEARLE, ViT-L/14, CIRCO": dict(beta=.85, a_image=1.4, a_text=1.2), "SEARLE, ViT-L/14, FashionIQ": dict(beta=.8, a_image=1.2, a_text=1.),
-                 "Pic2Word, ViT-L/14, FashionIQ": dict(beta=.8, a_image=1., a_text=1.), "source": "paper and README of PDV, as described in the list of methods; chosen for each data set"}
+                 "Pic2Word, ViT-L/14, FashionIQ": dict(beta=.8, a_image=1., a_text=1.), "source": "paper and README of PDV, read second-hand; chosen for each data set"}
 
     def __init__(self, base: PseudoWordMethod, **settings):
         super().__init__(base.backbone, **settings)

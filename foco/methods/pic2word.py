@@ -12,13 +12,13 @@ from ..backbones import Backbone, ImageFeatures, unit
 from .method import Captioned, contrastive, logit_scale
 from .pseudo_words import PseudoWordMethod, encode_prompts, make_prompts, token_table, word_mlp
 
-# %% ../../nbs/methods/02_pic2word.ipynb #7329b2e4
+# %% ../../nbs/methods/02_pic2word.ipynb #f8b7323e
 class Pic2Word(PseudoWordMethod):
     "Words that let pictures be found."
     name, learns = "Pic2Word", "a word for a picture, from pictures alone"
     defaults = dict(template="{word}, {text}", hidden=512, dropout=.1)
     published = dict(template="a photo of {word} , {text}", data="pictures of CC3M", batch=1024, lr=1e-4, weight_decay=.1, warmup=10_000, schedule="cosine", epochs=30, optimizer="AdamW",
-                     source="the authors' public code, as described in the list of methods")
+                     source="the authors' public code, read second-hand")
 
     def __init__(self, backbone: Backbone, **settings):
         super().__init__(backbone, **settings)

@@ -92,14 +92,14 @@ def distillation(u: Tensor, v: Tensor, temperature: float) -> Tensor: # (B, E), 
     logits = (both @ both.T / temperature).fill_diagonal_(float("-inf"))
     return F.cross_entropy(logits, torch.arange(len(both), device=u.device).roll(len(u)))
 
-# %% ../../nbs/methods/03_searle.ipynb #1c9e83dd
+# %% ../../nbs/methods/03_searle.ipynb #ca621bb2
 class SEARLE(PseudoWordMethod):
     "Words found by optimisation, then guessed."
     name, learns = "SEARLE", "words found by optimisation for some pictures, and a perceptron that guesses them"
     defaults = dict(template="{word}, {text}", hidden=0, dropout=.0, n_inverted=384, steps=30, lr=2e-2, n_concepts=500, n_phrases=8, longest=12,        # hidden 0: four times D
                     nearest=15, nearest_phi=150, phrase_weight=.5, temperature=.25, phrase_weight_phi=.75)
     published = dict(template="a photo of {word} that {text}", data="100,000 test pictures of ImageNet, phrases by GPT-Neo-2.7B", n_inverted=100_000, inversion=dict(steps=350, lr=2e-2, weight_decay=.01, batch=32, average=.99),
-                     n_phrases=256, longest=35, epochs=100, batch=256, lr=1e-4, weight_decay=.01, dropout=.5, source="the authors' public code, as described in the list of methods")
+                     n_phrases=256, longest=35, epochs=100, batch=256, lr=1e-4, weight_decay=.01, dropout=.5, source="the authors' public code, read second-hand")
 
     def __init__(self, backbone: Backbone, **settings):
         super().__init__(backbone, **settings)

@@ -14,7 +14,7 @@ from ..blip import Blip
 from ..evaluate import slerp
 from .method import Captioned, Method, contrastive
 
-# %% ../../nbs/methods/07_slerptat.ipynb #ca4f313c
+# %% ../../nbs/methods/07_slerptat.ipynb #b4735d08
 def _with_own_tower(backbone: Backbone) -> tuple[Backbone, str]: # and the name of its image tower
     name = "vision_model" if isinstance(backbone.model, Blip) else "visual"
     model = copy.copy(backbone.model)
@@ -24,7 +24,7 @@ def _with_own_tower(backbone: Backbone) -> tuple[Backbone, str]: # and the name 
 def add_adapters(backbone: Backbone, rank: int = 16, alpha: float = 16, dropout: float = .1) -> tuple[Backbone, nn.Module]: # the same with adapters, which do nothing yet; and the tower as peft wraps it
     "Copy the image tower of a backbone and put LoRA beside the layers of its blocks."
     try: from peft import LoraConfig, get_peft_model
-    except ModuleNotFoundError as e: raise ModuleNotFoundError("SlerpTAT needs the package peft: pip install peft") from e
+    except ModuleNotFoundError as e: raise ModuleNotFoundError("SlerpTAT needs peft: pip install 'foco[train]'", name=e.name) from e
     tuned, name = _with_own_tower(backbone)
     tower = getattr(tuned.model, name)
     blocks = max((m for m in tower.modules() if isinstance(m, nn.ModuleList)), key=len)
