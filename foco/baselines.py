@@ -247,7 +247,7 @@ def score_baseline(composer: Composer, backbone: Backbone, scored: Sequence[str]
         if took is None: took = query_milliseconds(composer, references, [q.text for q in bench.queries])
     return found, took
 
-# %% ../nbs/08_baselines.ipynb #f8c6d6e3
+# %% ../nbs/08_baselines.ipynb #89c28bc8
 def _grid(first: str, second: str, a: Sequence, b: Sequence) -> list[dict]: # "lr" is a field of BaselineConfig, "settings.x" one of the method's own
     rows = []
     for x, y in ((x, y) for x in a for y in b):
@@ -292,7 +292,7 @@ def search(name: str, backbone: Backbone, cache: Path | str | None = None, seed:
         if base == "foco":
             config = make_config("default", "laptop", backbone=backbone.name, seed=seed, features="float16" if cache else "memory", **with_tried)
             config = replace(config, stage1_epochs=config.stage1_epochs * share, stage2_epochs=config.stage2_epochs * share)
-            data = data or training_set(config, backbone, config.training_pairs(), cache)
+            data = data or training_set(config, backbone, config.training_pairs(config.n_images), cache)
             with tempfile.TemporaryDirectory() as folder: composer = _train_foco(config, backbone, cache, folder, data)[0]
         elif base in BASELINES:
             config = baseline_config(base, backbone=backbone.name, seed=seed, features="float16" if cache else "memory", **with_tried)
