@@ -241,7 +241,7 @@ def picture(self: Explorer, columns: int = 6) -> PaperFigure: # columns of resul
     fig.suptitle(question([self.text] if self.text.strip() else [], (), self.reference is not None) or "nothing asked", parse_math=False)
     return fig
 
-# %% ../nbs/12_explorer.ipynb #6e138b68
+# %% ../nbs/12_explorer.ipynb #344abc19
 _CSS = """
 .foco-explorer { padding: 8px 4px; max-width: 1180px; }
 .foco-explorer .widget-html-content, .foco-explorer .jupyter-widgets.widget-html { height: auto; overflow: visible; }
@@ -250,9 +250,9 @@ _CSS = """
 .foco-explorer figure img, .foco-explorer figure .foco-none { width: 184px; height: 184px; object-fit: contain; box-sizing: border-box; border: 1px solid var(--jp-border-color2, #bbb); border-radius: 4px; display: flex; align-items: center; justify-content: center; text-align: center; color: #666; padding: 0; background: #fff; }
 .foco-explorer figcaption { overflow-wrap: anywhere; margin-top: 3px; }
 .foco-explorer .foco-scale { height: 8px; margin-top: 4px; border: 1px solid #999; background: linear-gradient(to right, HEAT); }
-.foco-explorer .foco-bar > * { margin-right: 16px; }
 .foco-explorer .jupyter-button.foco-thumb { width: 102px; height: 136px; margin: 3px; padding: 98px 3px 3px; line-height: 16px; font-size: 11px; white-space: pre; overflow: hidden; text-overflow: ellipsis; text-align: center; background-color: var(--jp-layout-color1, #fff); background-repeat: no-repeat; background-position: center 3px; background-size: 92px 92px; border: 1px solid var(--jp-border-color2, #bbb); border-radius: 4px; }
 .foco-explorer .jupyter-button.foco-thumb.foco-chosen { border: 3px solid BLUE; padding: 96px 1px 1px; background-position: center 1px; }
+.foco-explorer .foco-one .jupyter-button.foco-thumb { height: 120px; }
 .foco-explorer .jupyter-button.foco-thumb:hover { box-shadow: 0 0 0 2px SKY; }
 .foco-explorer .jupyter-button:focus-visible, .foco-explorer input:focus-visible, .foco-explorer select:focus-visible { outline: 3px solid BLUE; outline-offset: 1px; }
 .foco-explorer .foco-said { font-size: 12px; line-height: 1.4; color: var(--jp-ui-font-color1, #333); }
@@ -279,16 +279,17 @@ def _thumb(self: Explorer, row: int) -> str: # data:...; "": it can't be read an
         self._thumbnails[row] = "" if picture is None else picture_uri(picture, 184)
     return self._thumbnails[row]
 
-# %% ../nbs/12_explorer.ipynb #8c8e406a
+# %% ../nbs/12_explorer.ipynb #18f45301
 class Thumbs:
     "A row of buttons with pictures."
     made = 0
-    def __init__(self, pressed: Callable[[Any], None], label: str): # pressed(value of the button)
+    def __init__(self, pressed: Callable[[Any], None], label: str, lines: int = 2): # pressed(value of the button); lines of the captions
         Thumbs.made += 1
         self.mark, self.pressed, self.buttons, self.values = f"foco-row-{Thumbs.made}", pressed, [], []
         self.heading, self.style = widgets.HTML(f"<h4>{html.escape(label)}</h4>"), widgets.HTML(layout={"display": "none"})
         self.row = widgets.Box(layout={"flex_flow": "row wrap", "align_items": "flex-start"})
         self.box = widgets.VBox([self.heading, self.style, self.row]); self.box.add_class(self.mark)
+        if lines == 1: self.box.add_class("foco-one")
 
     def _button(self, n: int) -> widgets.Button:
         button = widgets.Button(); button.add_class("foco-thumb"); button.add_class(f"foco-n{n}")
@@ -307,30 +308,30 @@ class Thumbs:
         if self.row.children != shown: self.row.children = shown
         if label is not None: self.heading.value = f"<h4>{html.escape(label)}</h4>"
 
-# %% ../nbs/12_explorer.ipynb #884fd068
+# %% ../nbs/12_explorer.ipynb #9a99539e
 class View:
     "The widgets over an explorer."
     def __init__(self, explorer: Explorer):
         self.explorer, self._timer, self._drawing, wide = explorer, None, False, {"description_width": "initial"}
         e, menu = explorer, list(explorer.composers)
         self.text = widgets.Text(description="Text", placeholder="what should be different, or what to find", continuous_update=True, style=wide, layout={"width": "100%", "max_width": "640px"}, tooltip="Results follow as you type")
-        self.method = widgets.Dropdown(options=menu, description="Method", style=wide, layout={"width": "230px"}, tooltip="How picture and text become one query")
-        self.other = widgets.Dropdown(options=[("nothing", None), *((m, m) for m in menu)], description="Compare with", style=wide, layout={"width": "260px"}, tooltip="A second method, side by side")
-        self.k = widgets.IntSlider(value=e.k, min=1, max=max(2, e.most), description="Results", continuous_update=False, style=wide, layout={"width": "270px"}, tooltip="How many results")
-        self.upload = widgets.FileUpload(accept="image/*", description="Upload a picture", layout={"width": "160px"}, tooltip="Take a file as the reference")
+        self.method = widgets.Dropdown(options=menu, description="Method", style=wide, layout={"width": "205px"}, tooltip="How picture and text become one query")
+        self.other = widgets.Dropdown(options=[("nothing", ""), *((m, m) for m in menu)], description="Compare with", style=wide, layout={"width": "235px"}, tooltip="A second method, side by side")
+        self.k = widgets.IntSlider(value=e.k, min=1, max=max(2, e.most), description="Results", continuous_update=False, style=wide, layout={"width": "220px"}, tooltip="How many results")
+        self.upload = widgets.FileUpload(accept="image/*", description="Upload a picture", layout={"width": "190px"}, tooltip="Take a file as the reference")
         self.none = widgets.Button(description="No reference", icon="times", layout={"width": "130px"}, tooltip="Search by text alone")
         self.save = widgets.Button(description="Export query", icon="download", layout={"width": "130px"}, tooltip="Write question and results as JSON")
         self.shown, self.said = widgets.HTML(), widgets.HTML()
-        self.starts, self.trail = Thumbs(lambda row: self.do(e.set_reference, row), "Start from"), Thumbs(lambda n: self.do(e.back, n), "Trail: press a step to go back to it")
+        self.starts, self.trail = Thumbs(lambda row: self.do(e.set_reference, row), "Start from", 1), Thumbs(lambda n: self.do(e.back, n), "Trail: press a step to go back to it")
         self.results, self.compared = Thumbs(lambda row: self.do(e.follow, row), "Results"), Thumbs(lambda row: self.do(e.follow, row), "")
         self.text.observe(self._typed, "value")
-        for menu, act in ((self.method, e.set_method), (self.other, e.compare), (self.k, e.set_k)): menu.observe(lambda change, act=act: self._drawing or self.do(act, change["new"]), "value")
+        for menu, act in ((self.method, e.set_method), (self.other, lambda method: e.compare(method or None)), (self.k, e.set_k)): menu.observe(lambda change, act=act: self._drawing or self.do(act, change["new"]), "value")
         self.upload.observe(self._uploaded, "value"); self.none.on_click(lambda _: self.do(e.set_reference, None)); self.save.on_click(lambda _: self.do(self._export))
         self.widget = self._layout(); self.draw()
 
     def _layout(self) -> widgets.VBox:
-        bar = lambda *children: widgets.Box(children, layout={"flex_flow": "row wrap", "align_items": "center"})
-        right = widgets.VBox([self.text, bar(self.method, self.other, self.k), bar(self.none, self.upload, self.save), self.said, self.trail.box], layout={"flex": "1 1 420px", "min_width": "0"})
+        bar = lambda *children: widgets.Box(children, layout={"flex_flow": "row wrap", "align_items": "center", "grid_gap": "0 8px"})
+        right = widgets.VBox([self.text, bar(self.method, self.other, self.k), bar(self.none, self.upload, self.save), self.said, self.trail.box], layout={"flex": "1 1 420px", "min_width": "0", "margin": "10px 0 0"})
         top = widgets.Box([self.shown, right], layout={"flex_flow": "row wrap", "align_items": "flex-start", "grid_gap": "16px"})
         for thumbs in (self.results, self.compared): thumbs.box.layout = {"flex": "1 1 0", "min_width": "330px"}
         found = widgets.Box([self.results.box, self.compared.box], layout={"flex_flow": "row wrap", "align_items": "flex-start", "grid_gap": "24px"})
@@ -368,7 +369,7 @@ def _uploaded(self: View, change: dict):
 @patch
 def _export(self: View): self.draw(f"written: {self.explorer.export()}")
 
-# %% ../nbs/12_explorer.ipynb #c1b1e27c
+# %% ../nbs/12_explorer.ipynb #d07a376d
 def _figure_of(picture: Image.Image | None, alt: str, caption: str, more: str = "") -> str: # more: HTML
     shown = f'<div class="foco-none">{html.escape(alt)}</div>' if picture is None else f'<img src="{picture_uri(picture, 368)}" alt="{html.escape(alt, quote=True)}">'
     return f"<figure>{shown}{more}<figcaption>{html.escape(caption)}</figcaption></figure>"
@@ -385,7 +386,7 @@ def _shown(self: View) -> str: # HTML
 @patch
 def _found(self: View, table: pd.DataFrame | None) -> list[tuple]:
     rows = () if table is None else table.itertuples()
-    return [(r.row, self.explorer._thumb(r.row), f"{r.rank}  ({r.score:.2f})\n{_short(r.file, 16)}", f"{printable(r.file)}: rank {r.rank}, score {r.score:.3f}. Press to make it the reference") for r in rows]
+    return [(r.row, self.explorer._thumb(r.row), f"{r.rank}  ({r.score:.2f})\n{_short(r.file, 14)}", f"{printable(r.file)}: rank {r.rank}, score {r.score:.3f}. Press to make it the reference") for r in rows]
 
 @patch
 def draw(self: View, said: str = "", wrong: bool = False):
@@ -393,9 +394,9 @@ def draw(self: View, said: str = "", wrong: bool = False):
     e = self.explorer; self._drawing = True
     try:
         if self._timer is None and self.text.value.strip() != e.text.strip(): self.text.value = e.text
-        self.method.value, self.other.value, self.k.value, self.shown.value = e.method, e.other, e.k, self._shown()
-        self.starts.draw([(row, e._thumb(row), _short(e.gallery.names[row], 16), f"{printable(e.gallery.names[row])}: press to start from it") for row in e.starts], chosen=e.reference and e.reference.row)
-        steps = [(n, "" if s.reference is None else picture_uri(s.reference.picture, 184), f"{n + 1}. {_short(s.reference.name, 13) if s.reference else 'no reference'}\n{_first(s.text, 17)}", f"Go back to step {n + 1}: {s!r}") for n, s in enumerate(e.trail)]
+        self.method.value, self.other.value, self.k.value, self.shown.value = e.method, e.other or "", e.k, self._shown()
+        self.starts.draw([(row, e._thumb(row), _short(e.gallery.names[row], 14), f"{printable(e.gallery.names[row])}: press to start from it") for row in e.starts], chosen=e.reference and e.reference.row)
+        steps = [(n, "" if s.reference is None else picture_uri(s.reference.picture, 184), f"{n + 1}. {_short(s.reference.name, 11) if s.reference else 'no reference'}\n{_first(s.text, 14)}", f"Go back to step {n + 1}: {s!r}") for n, s in enumerate(e.trail)]
         self.trail.draw(steps); self.trail.box.layout.display = "" if steps else "none"
         self.results.draw(self._found(e.results), f"Results of {e.method}" if len(e.results) else "Pick a picture above, or type a text")
         self.compared.draw(self._found(e.compared), f"Results of {e.other}"); self.compared.box.layout.display = "none" if e.other is None else ""
