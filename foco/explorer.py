@@ -42,11 +42,11 @@ def named_composers(composers: Composer | Sequence[Composer] | Mapping[str, Comp
     if len(named) < len(composers): raise ValueError(f"two of the methods have the same name ({', '.join(c.name for c in composers)}); give a dict of names")
     return named
 
-# %% ../nbs/12_explorer.ipynb #b0a1f81b
+# %% ../nbs/12_explorer.ipynb #37c8c28f
 class Reference(NamedTuple):
     "A picture to start from, encoded."
     name: str
-    picture: Image.Image            # RGB, upright
+    picture: Image.Image            # RGB, upright, at most 800 pixels wide and high: to be looked at
     features: ImageFeatures         # of one picture, with patches
     content: str | None             # SHA-256 of its file, if it has one
     row: int | None                 # in the gallery; None: from elsewhere
@@ -59,7 +59,7 @@ class Step(NamedTuple):
 
     def __repr__(self): return f"{'no reference' if self.reference is None else self.reference.name}: “{self.text}” ({self.method})"
 
-# %% ../nbs/12_explorer.ipynb #9ac750ee
+# %% ../nbs/12_explorer.ipynb #d8cacbb9
 class Explorer:
     "Explore a gallery: a reference, a text, ranked results, and the way there."
     def __init__(self, gallery: Gallery | Search,   # a search brings its method along, and FAISS if it uses it
@@ -98,7 +98,9 @@ class Explorer:
         if isinstance(image, (bytes, memoryview)): picture, content = open_content(name or "the picture", bytes(image)), hashlib.sha256(image).hexdigest()
         else: picture, content = search.look(image if row is None else row)
         name = self.gallery.names[row] if row is not None else name or (Path(image).name if isinstance(image, (str, Path)) else "a picture")
-        return Reference(name, picture, search.backbone.encode_pictures([picture]), content, row)
+        features, small = search.backbone.encode_pictures([picture]), picture.copy()
+        small.thumbnail((800, 800))                                 # it is drawn after every keystroke
+        return Reference(name, small, features, content, row)
 
 # %% ../nbs/12_explorer.ipynb #32a41ca7
 @patch
