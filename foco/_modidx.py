@@ -948,6 +948,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                           'foco.hub._scores_text': ('hub.html#_scores_text', 'foco/hub.py'),
                           'foco.hub._training_text': ('hub.html#_training_text', 'foco/hub.py'),
                           'foco.hub.check_backbone': ('hub.html#check_backbone', 'foco/hub.py'),
+                          'foco.hub.check_weights': ('hub.html#check_weights', 'foco/hub.py'),
                           'foco.hub.find_model': ('hub.html#find_model', 'foco/hub.py'),
                           'foco.hub.model_card': ('hub.html#model_card', 'foco/hub.py'),
                           'foco.hub.read_card': ('hub.html#read_card', 'foco/hub.py'),

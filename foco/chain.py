@@ -249,7 +249,7 @@ def table(self: Chain, plan: dict[str, list[str]]) -> list[dict]:
     rows = [(self.by[n], why) for n, why in plan.items()]
     return [{"step": s.name, "notebook": s.notebook, "takes": duration(self.seconds(s)), "needs": ", ".join(s.needs), "state": "; ".join(why[:2]) + f" and {len(why) - 2} more" * (len(why) > 2) if why else "up to date"} for s, why in rows]
 
-# %% ../nbs/10_chain.ipynb #93172bb0
+# %% ../nbs/10_chain.ipynb #5ecc3e81
 def run_job(job: dict):
     "Execute a notebook, in a process that ends with its parent."
     parent = os.getppid()
@@ -260,7 +260,7 @@ def run_job(job: dict):
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     import papermill
     plain = lambda path: path.replace("{", "{{").replace("}", "}}")     # papermill formats paths
-    papermill.execute_notebook(plain(job["notebook"]), plain(job["copy"]), job["parameters"], kernel_name="python3", progress_bar=False, cwd=job["cwd"])
+    papermill.execute_notebook(plain(job["notebook"]), plain(job["copy"]), job["parameters"], kernel_name="python3", language="python", progress_bar=False, cwd=job["cwd"])
 
 def command_of(module: str, parameters: dict) -> list[str]:
     "Turn parameters into the options of a module's command line."
@@ -326,21 +326,25 @@ def finish(self: Chain, r: Running) -> str: # "": it succeeded; otherwise what w
     self.record(r.step.name, seen=r.seen, made=made, seconds=round(seconds, 1), finished=time.strftime("%Y-%m-%d %H:%M"))
     return ""
 
-# %% ../nbs/10_chain.ipynb #31322808
+# %% ../nbs/10_chain.ipynb #846b95ad
 def explain(step: Step, copy: Path, log: Path, late: str = "") -> str:
     "Name the failing cell of an executed copy, with the end of its error."
     lines = [f"  {late}"] if late else []
     cells = _cells(copy) if step.is_notebook and copy.exists() else []
-    heading, n = "", 0
+    heading, n, begun = "", 0, ""
     for c in cells:
         if c["cell_type"] == "markdown" and (m := re.search(r"(?m)^#+ +(.+)$", c["source"])): heading = m[1]
         tags, about = c["metadata"].get("tags", []), c["metadata"].get("papermill", {})
         n += c["cell_type"] == "code" and "injected-parameters" not in tags
-        if c["cell_type"] != "code" or not (errors := [o for o in c["outputs"] if o["output_type"] == "error"]) and about.get("status") != "running": continue
-        first = next((l for l in c["source"].splitlines() if l.strip() and not l.startswith("#")), "")
-        lines.append(f"  {'failed' if errors else 'it was'} in code cell {n} of {step.notebook}, below {heading!r}: {first.strip()[:120]}")
+        if c["cell_type"] != "code": continue
+        first, errors = next((l for l in c["source"].splitlines() if l.strip() and not l.startswith("#")), ""), [o for o in c["outputs"] if o["output_type"] == "error"]
+        where = f"code cell {n} of {step.notebook}, below {heading!r}: {first.strip()[:120]}"
+        if about.get("start_time"): begun = where
+        if not errors and about.get("status") != "running": continue
+        lines.append(f"  {'failed' if errors else 'it was'} in {where}")
         if errors: lines += [f"    {l}" for l in _last(re.sub(r"\x1b\[[\d;]*m", "", "\n".join(errors[0]["traceback"])), f"{errors[0]['ename']}: {errors[0]['evalue']}")]; break
     else:
+        if begun and not late: lines.append(f"  the last that began was {begun}")     # a kernel that was killed leaves no error in its cell
         said = log if step.is_notebook else copy
         lines += [f"    {l}" for l in _last(said.read_text(encoding="utf-8", errors="replace") if said.exists() else "", "")] * (not late)
     return "\n".join([*lines, f"  see {copy if copy.exists() else log}"])

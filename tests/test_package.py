@@ -206,6 +206,8 @@ def test_what_was_changed_or_cut_is_refused(model, tiny, tmp_path):
     with pytest.raises(ValueError, match="foco.safetensors does not fit this architecture: .* missing"): FoCo.from_pretrained(tmp_path/"m")
     shutil.copy(find_model("foco-tiny").parent/"tiny-clip"/"open_clip_model.safetensors", weights)
     with pytest.raises(ValueError, match="does not hold a FoCo: it has no image_mean"): FoCo.from_pretrained(tmp_path/"m")
+    weights.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))                # one bit: the same names, shapes and size
+    with pytest.raises(ValueError, match="foco.safetensors is not the file that foco.json describes: its SHA-256 is"): FoCo.from_pretrained(tmp_path/"m")
     weights.write_bytes(whole)
     card.write_text(card.read_text(encoding="utf-8")[:500], encoding="utf-8")
     with pytest.raises(ValueError, match="foco.json is not JSON"): FoCo.from_pretrained(tmp_path/"m")

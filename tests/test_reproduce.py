@@ -180,6 +180,18 @@ def test_real_kernels_take_every_parameter_and_name_their_errors(tmp_path):
     assert code == 1 and "code cell 3 of fail.ipynb" in "\n".join(said) and "KeyError: 'deep'" in "\n".join(said)
 
 
+def test_a_kernel_that_dies_and_a_notebook_that_names_none(tmp_path):
+    "Killed as by the system that runs out of memory: no hanging, a failure that names the cell, nothing under the plain name. And the runner says which kernel and language, if the notebook does not."
+    notebook(tmp_path/"nbs"/"die.ipynb", "pass", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
+    notebook(tmp_path/"nbs"/"bare.ipynb", "number = 1", "open('number.txt', 'w').write(str(number))")
+    bare = nbformat.read(tmp_path/"nbs"/"bare.ipynb", 4); bare.metadata.clear(); nbformat.write(bare, tmp_path/"nbs"/"bare.ipynb")
+    said = []
+    chain_ = Chain([Step("die", "die.ipynb"), Step("table", "bare.ipynb", needs=("die",)), Step("bare", "bare.ipynb", {"number": 2}, makes=("number.txt",))], tmp_path, tmp_path/"_out")
+    assert chain_.run(jobs=2, say=said.append) == 1 and (tmp_path/"number.txt").read_text() == "2"
+    for words in ("die: FAILED", "the last that began was code cell 2 of die.ipynb, below 'Work'", "Kernel died", "table: left out, because die failed", "1 ran, 1 failed, 1 left out"): assert words in "\n".join(said), words
+    assert sorted(p.name for p in (tmp_path/"_out"/"notebooks").iterdir()) == ["bare.ipynb", "die.failed.ipynb"]
+
+
 def test_an_interrupted_run_ends_its_children_and_goes_on(project):
     "As a program, with a real kernel: after a signal no process is left, what was finished stays, the rest runs."
     import psutil

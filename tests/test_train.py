@@ -63,6 +63,7 @@ def test_resuming_with_other_settings_is_refused(backbone, training, tmp_path):
 def test_a_finished_run_is_left_as_it_is(backbone, training, tmp_path):
     _, history = train(backbone, training, config(), tmp_path)
     before, seen = (tmp_path / "foco" / "foco.json").read_bytes(), []
+    assert (card := json.loads(before))["images"] == 64 and card["negatives per image"] == 7
     model, again = train(backbone, training, config(), tmp_path, on_log=lambda history, done: seen.append(done))
     assert (tmp_path / "foco" / "foco.json").read_bytes() == before and again == history and seen == [1.]
     assert torch.equal(weights(model), weights(load_foco(tmp_path / "foco", backbone)))
@@ -200,7 +201,7 @@ def test_two_processes_train_as_one(tmp_path):
     for n in (1, 2): subprocess.run(command(tmp_path / str(n), processes=n, visual_mixing=.5, partial_context=.5, completion_in_stage2=True), env=ALONE, check=True, capture_output=True, timeout=300)
     one, two = (checkpoints.load_file(tmp_path / n / "foco" / "foco.safetensors") for n in "12")
     assert torch.cat([(one[k] - two[k]).abs().flatten() for k in one]).mean() < 2e-5        # a few move more: the size of Adam's first steps is the rate, whatever the gradient's
-    a, b = (read_card(tmp_path / n / "foco") for n in "12"); assert b["processes"] == 2
+    a, b = (read_card(tmp_path / n / "foco") for n in "12"); assert b["processes"] == 2 and a["negatives per image"] == b["negatives per image"] == 7      # of the whole batch
     for x, y in zip(a["history"], b["history"], strict=True): assert all(abs(x[k] - y[k]) <= 2e-3 * abs(x[k]) + 1e-5 for k in x if k.endswith(("loss", " min", " max"))), (x, y)
     failed = subprocess.run([*command(tmp_path / "odd", "--start-over", processes=2), "--batch-size", "7"], env=ALONE, capture_output=True, text=True, timeout=300)
     assert failed.returncode and "batch_size=7 cannot be shared evenly by 2 processes" in failed.stderr
