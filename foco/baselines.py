@@ -36,7 +36,7 @@ from .training.config import TrainConfig, check_parameters, make_config, project
 from .training.features import TrainingSet, _Lists, _Pixels, _stack
 from .weights import count_parameters
 
-# %% ../nbs/08_baselines.ipynb #2cd1c4d8
+# %% ../nbs/08_baselines.ipynb #e30345c6
 @dataclass(frozen=True)
 class Entry:
     "A trained baseline."
@@ -50,17 +50,17 @@ class Entry:
         return getattr(import_module(f"foco.methods.{module}"), name)
 
 BASELINES = {
-    "pic2word": Entry("pic2word:Pic2Word"),
-    "searle": Entry("searle:SEARLE"),
-    "lincir": Entry("lincir:LinCIR"),
-    "context-i2w": Entry("context_i2w:ContextI2W"),
-    "slerptat": Entry("slerptat:SlerpTAT", dict(seen=20_000)),
-    "predicir": Entry("predicir:PrediCIR"),
-    "moa": Entry("moa:MoA"),
-    "hit": Entry("hit:HIT"),
+    "pic2word": Entry("pic2word:Pic2Word", dict(lr=1e-3, settings=dict(template="{word} {text}"))),
+    "searle": Entry("searle:SEARLE", dict(lr=2e-3, settings=dict(lr=2e-2))),
+    "lincir": Entry("lincir:LinCIR", dict(lr=2e-3, settings=dict(noise=.3))),
+    "context-i2w": Entry("context_i2w:ContextI2W", dict(lr=2e-3, settings=dict(template="{word} {text}"))),
+    "slerptat": Entry("slerptat:SlerpTAT", dict(lr=1e-4, seen=20_000, settings=dict(alpha=.8))),
+    "predicir": Entry("predicir:PrediCIR", dict(lr=2e-3, settings=dict(action="local"))),
+    "moa": Entry("moa:MoA", dict(lr=2e-3, settings=dict(align=.2))),
+    "hit": Entry("hit:HIT", dict(lr=1e-3, settings=dict(sentence="either"))),
 }
-ALPHA = {"slerp": .8, "centred-slerp": .5}
-PDV_FOUND: dict[str, dict] = {}     # settings of PDV on top of a method
+ALPHA = {"slerp": .65, "centred-slerp": .5}
+PDV_FOUND = {"pic2word": dict(beta=.5, a_image=None, a_text=1.), "searle": dict(beta=.5, a_image=1., a_text=1.), "lincir": dict(beta=.5, a_image=None, a_text=1.)} # of PDV on top of a method
 TRAINING_FREE = ("image-only", "text-only", "average", "slerp", "centred-slerp")
 ALL = (*TRAINING_FREE, *BASELINES, "pic2word+pdv", "searle+pdv", "lincir+pdv", "lincir+ad", "context-i2w+ad", "foco")
 
@@ -247,7 +247,7 @@ def score_baseline(composer: Composer, backbone: Backbone, scored: Sequence[str]
         if took is None: took = query_milliseconds(composer, references, [q.text for q in bench.queries])
     return found, took
 
-# %% ../nbs/08_baselines.ipynb #89c28bc8
+# %% ../nbs/08_baselines.ipynb #fe9fade3
 def _grid(first: str, second: str, a: Sequence, b: Sequence) -> list[dict]: # "lr" is a field of BaselineConfig, "settings.x" one of the method's own
     rows = []
     for x, y in ((x, y) for x in a for y in b):
@@ -272,6 +272,7 @@ GRIDS: dict[str, list[dict]] = {
 }
 PDV_GRID = [dict(beta=.5, a_image=None, a_text=1.), dict(beta=.5, a_image=1., a_text=1.), dict(beta=.8, a_image=1.2, a_text=1.), dict(beta=.8, a_image=None, a_text=1.)]
 
+# %% ../nbs/08_baselines.ipynb #f4934ab2
 def _train_foco(config: TrainConfig, backbone: Backbone, cache: Path | str | None, out: Path | str, training: TrainingSet | None = None) -> tuple[FoCoComposer, dict]: # and its card
     training = training or training_set(config, backbone, config.training_pairs(), cache)
     model, _ = train(backbone, training, config, out)
@@ -285,7 +286,7 @@ def search(name: str, backbone: Backbone, cache: Path | str | None = None, seed:
     rows, base, data, trained = [], read_name(name)[0], None, []
     def judge(method, composer, tried, began):
         (scored,), _ = score_baseline(composer, backbone, SCORED[:1], cache=cache)
-        rows.append({"method": method, "tried": tried, "mAP@5": scored.result.metrics["mAP@5"], "R@1": scored.result.metrics["R@1"], "seconds": round(time.time() - began, 1), "share": share, "seed": seed, "commit": provenance()["commit"]})
+        rows.append({"method": method, "tried": tried, "mAP@5": scored.result.metrics["mAP@5"], "R@1": scored.result.metrics["R@1"], "seconds": round(time.time() - began, 1), "share": share * (.5 if base in BASELINES and BASELINES[base].load().needs == "pixels" else 1), "seed": seed, "commit": provenance()["commit"]})
         return rows[-1]["mAP@5"]
     for tried in GRIDS[base]:
         with_tried, began = {**given, **tried}, time.time()
