@@ -74,7 +74,7 @@ def training_free(backbone: Backbone, stats: FeatureStats, alpha: float = .5) ->
             TrainingFree("average", backbone, lambda v, t: v + t),
             TrainingFree(f"centred slerp {alpha:g}", backbone, lambda v, t: slerp(v, t, alpha), stats)]
 
-# %% ../nbs/06_evaluate.ipynb #eb5c5c21
+# %% ../nbs/06_evaluate.ipynb #ec6ad436
 @dataclass(frozen=True)
 class Result:
     "Scores of one method on one benchmark, with provenance."
@@ -104,8 +104,7 @@ class Result:
 
     def save(self, folder: Path) -> Path:
         "Write `<benchmark>-<split>.<method>.json`; refuses a NaN, and to replace the answer to another question."
-        folder.mkdir(parents=True, exist_ok=True)
-        method = re.sub(r"[^\w.]+", "-", self.method)
+        folder.mkdir(parents=True, exist_ok=True); method = re.sub(r"[^\w.]+", "-", self.method)
         path = folder / f"{self.benchmark}-{self.split}.{method}.json"
         if path.exists() and (other := Result.load(path)).question != self.question:
             differ = [name for name, a, b in zip(_QUESTION, other.question, self.question) if a != b]

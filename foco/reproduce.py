@@ -34,7 +34,7 @@ def _trained(run: str, out: str, splits: Iterable[tuple], folder: str, minutes: 
     train = replace(train_step(run, out, minutes, **settings), tags=("train", *tags), needs=needs)
     return [train, *(evaluate_step(run, b, s, folder, needs=(train.name,), tags=tags, checkpoint=f"{out}/models/{run}/foco", method="foco", **(more or {}), **o) for b, s, o in splits)]
 
-# %% ../nbs/10_reproduce.ipynb #aaf92ea2
+# %% ../nbs/10_reproduce.ipynb #e4e501f1
 def toyworld_steps(quick: bool = False, into: str = ".", out: str = "_out/reproduce", seeds: Sequence[int] = (0, 1, 2), base: str = "centred") -> list[Step]: # base: of the ablations
     "The chain on ToyWorld; quick: the same in small."
     into = "" if into in (".", "") else f"{into}/"
@@ -48,6 +48,16 @@ def toyworld_steps(quick: bool = False, into: str = ".", out: str = "_out/reprod
     steps += [Step("decompose/rules", "foco.decomposers.store", dict(data="toyworld", n_images=n, out=rules, backbone="tiny-clip"), makes=(rules,), tags=("ablation",), minutes=1)]
     steps += ablation_steps(["2a", "3a"] if quick else list(ABLATIONS), base, seeds, out, splits[:1] if quick else [(b, "val", {}) for b in ("edits", "fashioniq", "cirr")], f"{results}/ablations", rules,
                             **(small or dict(n_images=n, stage1_epochs=1., stage2_epochs=4., eval_per_kind=0)))
+    compared = f"{results}/baselines" if not quick else "results/toyworld/baselines"      # the quick chain shows the committed ones
+    if not quick:
+        from foco.baselines import ALL, BASELINES, read_name      # late: it takes torch along
+        for name in ALL:
+            for seed in seeds if read_name(name)[0] in (*BASELINES, "foco") else [seeds[0]]:
+                run = f"{name}-seed{seed}" if read_name(name)[0] in (*BASELINES, "foco") else name
+                steps += [Step(f"baselines/{run}", "foco.baselines", dict(methods=name, seeds=str(seed), jobs=0, out=f"{out}/baselines", results=compared), (f"baselines/{name.removesuffix('+pdv')}-seed{seed}",) if name.endswith("+pdv") else (),
+                               (f"{compared}/{run}",), tags=("baselines",), minutes=6 if name.startswith("slerptat") else 2)]
+    tables = tuple(Step(f"paper/{name}", f"paper/{n}.ipynb", dict(results=compared, figures=figures), tuple(s.name for s in steps if "baselines" in s.tags), (f"{figures}/table-{name}.*",), () if not quick else (compared,), ("paper",), .3)
+                   for n, name in (("02_baselines", "baselines"), ("03_fashioniq", "fashioniq"), ("04_cirr_circo", "cirr-circo"), ("05_genecis", "genecis")))
     shown = dict(checkpoint=f"{out}/models/default-seed{seeds[0]}/foco", results=results, figures=figures, out=f"{out}/shown", **({"n_per_kind": 10} if quick else {}))
     return steps + [
         Step("evaluate/shown", "06_evaluate.ipynb", shown, tuple(s.name for s in steps if s.name.startswith("evaluate/") and "ablation" not in s.tags) + (f"train/default-seed{seeds[0]}",), (f"{figures}/toyworld-edits-val.*",), minutes=1),
@@ -55,6 +65,7 @@ def toyworld_steps(quick: bool = False, into: str = ".", out: str = "_out/reprod
         Step("performance", "11_performance.ipynb", dict(figures=figures), reads=("results/performance",), makes=(f"{figures}/performance-*",), minutes=.5),
         Step("performance/measure", "11_performance.ipynb", dict(measure=True, quick=quick, out=f"{into}results/performance"), tags=("slow",), minutes=60),
         Step("paper/composing", "paper/01_composing.ipynb", dict(results="results/toyworld"), reads=("results/toyworld/composing",), minutes=1.5),
+        *tables,
     ]
 
 def ablation_steps(rows: Sequence[str], base: str, seeds: Sequence[int], out: str, splits: Iterable[tuple], folder: str, rules: str, **settings) -> list[Step]:

@@ -46,31 +46,33 @@ def difference(a: Sequence[Result], b: Sequence[Result], metric: str) -> tuple[f
     if a[0].question != b[0].question: raise ValueError(f"{a[0].method} and {b[0].method} answered different questions on {a[0].benchmark}")
     return paired_difference(mean_values(a, metric), mean_values(b, metric), groups=kinds_of(a))
 
-# %% ../nbs/paper/00_tables.ipynb #67a24c0b
+# %% ../nbs/paper/00_tables.ipynb #58cbe382
 @dataclass(frozen=True)
 class Column:
     "A column: a metric on a split of a benchmark."
     benchmark: str
     split: str
     metric: str
+    kind: str | None = None     # of queries: FashionIQ's category, GeneCIS's task; None: all
+    title: str | None = None    # None: benchmark, metric, kind
 
-    def __str__(self): return f"{self.benchmark} {self.metric}" + (" (val)" if self.split == "val" else "")
+    def __str__(self): return self.title or f"{self.benchmark} {self.metric}" + (f" {self.kind}" if self.kind else "") + (" (val)" if self.split == "val" else "")
 
-def mean_score(results: Sequence[Result], metric: str) -> tuple[float, float | None]: # percent; None: one run only
+def mean_score(results: Sequence[Result], metric: str, kind: str | None = None) -> tuple[float, float | None]: # percent; None: one run only
     "Mean over seeds, and their standard deviation."
-    scores = [r.metrics[metric] for r in results]
+    scores = [(r.by_kind[kind] if kind else r.metrics)[metric] for r in results]
     return float(np.mean(scores)), float(np.std(scores, ddof=1)) if len(scores) > 1 else None
 
 def marks(found: Mapping[str, Sequence[Result]], column: Column) -> dict[str, str]: # name -> "best" | "second" | "tied"
     "Who is best, if anybody is; the others within noise of the largest score are tied with it."
     here = {n: rs for n, results in found.items() if (rs := of(results, column.benchmark, column.split))}
     order = sorted(here, key=lambda n: -mean_score(here[n], column.metric)[0])
-    if len(order) < 2 or any(column.metric not in r.values for rs in here.values() for r in rs): return {}
+    if column.kind or len(order) < 2 or any(column.metric not in r.values for rs in here.values() for r in rs): return {}
     close = [n for n in order[1:] if difference(here[order[0]], here[n], column.metric)[1] <= 0]
     if close: return {n: "tied" for n in (order[0], *close)}
     return {order[0]: "best", order[1]: "second"}
 
-# %% ../nbs/paper/00_tables.ipynb #3d662ea8
+# %% ../nbs/paper/00_tables.ipynb #857eb3e6
 def score_table(found: Mapping[str, Sequence[Result]], columns: Sequence[Column], label: Mapping[str, str] | None = None, rows: Sequence[str] | None = None) -> pd.DataFrame: # long: method, column, mean, std, seeds, mark
     "Collect scores and marks; methods in the order of `rows`, or as they are found."
     lines = []
@@ -78,7 +80,7 @@ def score_table(found: Mapping[str, Sequence[Result]], columns: Sequence[Column]
         mark = marks(found, column)
         for name in rows or found:
             rs = of(found.get(name, ()), column.benchmark, column.split)
-            mean, std = mean_score(rs, column.metric) if rs and column.metric in rs[0].metrics else (None, None)
+            mean, std = mean_score(rs, column.metric, column.kind) if rs and column.metric in rs[0].metrics else (None, None)
             lines.append({"method": (label or {}).get(name, rs[0].method if rs else name), "column": str(column), "mean": mean, "std": std, "seeds": len(rs), "mark": mark.get(name, "")})
     return pd.DataFrame(lines)
 
@@ -96,7 +98,7 @@ def arranged(table: pd.DataFrame, style: str = "markdown") -> pd.DataFrame: # me
 def save_table(table: pd.DataFrame, folder: Path | str, name: str, caption: str) -> list[Path]: # the CSV, the Markdown and the LaTeX
     "Write a table in three formats."
     folder = Path(folder); folder.mkdir(parents=True, exist_ok=True)
-    safe = lambda s: "".join({"%": r"\%", "&": r"\&", "_": r"\_", "#": r"\#", "†": r"$^\dagger$", "−": "-"}.get(ch, ch) for ch in s)
+    safe = lambda s: "".join({"%": r"\%", "&": r"\&", "_": r"\_", "#": r"\#", "†": r"$^\dagger$", "≈": r"$\approx$", "±": r"$\pm$"}.get(ch, ch) for ch in s)
     wide, tex = arranged(table), arranged(table, "latex")
     body = "\n".join(f"{safe(m)} & {' & '.join(row)} \\\\" for m, row in zip(tex.index, tex.values))
     latex = "\n".join([r"\begin{table}", r"\centering", rf"\caption{{{safe(caption)}}}", rf"\begin{{tabular}}{{l{'r' * len(tex.columns)}}}", r"\toprule", " & ".join(["Method", *map(safe, tex.columns)]) + r" \\", r"\midrule", body, r"\bottomrule", r"\end{tabular}", r"\end{table}", ""])

@@ -100,7 +100,7 @@ def test_evaluate_notebook_writes_server_files_for_hidden_labels(tmp_path):
     assert "test1_pred_ranks_recall.json for the server" in printed(notebook)
 
 
-@pytest.mark.parametrize("name, wrong, near", [("05_train.ipynb", "batch_sz", "batch_size"), ("06_evaluate.ipynb", "splits", "split"), ("toyworld/04_tiny_clip.ipynb", "minute", "minutes"), ("paper/01_composing.ipynb", "sead", "seeds"), ("11_performance.ipynb", "section", "sections")])
+@pytest.mark.parametrize("name, wrong, near", [("05_train.ipynb", "batch_sz", "batch_size"), ("06_evaluate.ipynb", "splits", "split"), ("08_baselines.ipynb", "methd", "method"), ("toyworld/04_tiny_clip.ipynb", "minute", "minutes"), ("paper/01_composing.ipynb", "sead", "seeds"), ("11_performance.ipynb", "section", "sections")])
 def test_misspelled_parameter_fails(tmp_path, name, wrong, near):
     with pytest.raises(pm.PapermillExecutionError, match=f"unknown parameter '{wrong}'; did you mean {near}"): run(name, tmp_path, **{wrong: 4})
 
