@@ -182,7 +182,7 @@ def test_readme_commands():
     run, tests = readme.command("run"), readme.command("tests")
     assert run.startswith(setup) and tests.startswith(setup)
     assert "mkdir -p _out && papermill nbs/05_train.ipynb _out/05_train.ipynb" in run and "-k python3" in run
-    assert tests.removeprefix(setup).split(" && ") == ["nbdev_test --n_workers 2", "pytest -n 2 --dist loadfile"]
+    assert tests.removeprefix(setup).split(" && ") == ["nbdev_test --n_workers 2", "pytest -n 2 --dist loadfile --no-loadscope-reorder"]
     ci = ROOT/".ci"/"run"
     assert os.access(ci, os.X_OK) and "readme.py --command tests" in ci.read_text(encoding="utf-8")
 

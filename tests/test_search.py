@@ -265,7 +265,7 @@ def test_command(folder, capsys, tmp_path):
     ((), 2, "give --image, --text, or both"), (("--without", "a car"), 2, "nothing to search for"), (("--text", " "), 2, "a text is empty"), (("--text", "a", "-k", "0"), 2, "expected 1 or more"),
     (("--image", "nowhere.jpg"), 1, "no such file: nowhere.jpg"), (("--text", "a", "-k", "13"), 1, "k=13, but 12 pictures can be ranked"), (("--text", "a", "--where", "year"), 2, "expected COLUMN=VALUE"),
     (("--text", "a", "--where", "year=2020"), 1, "there is no metadata 'year'"), (("--text", "a", "--sheet", "x.pdf"), 2, "ends in .html or .png"), (("--text", "a", "--sheet", "nowhere/x.png"), 2, "no such folder"),
-    (("--text", "a", "--backbone", "ViT-L-14"), 1, "FoCo needs a checkpoint that was trained on ViT-L-14"), (("--text", "a", "--checkpoint", "nowhere"), 1, "foco.json is missing"), (("--text", "a", "--method", "best"), 2, "invalid choice")])
+    (("--text", "a", "--backbone", "ViT-L-14"), 1, "FoCo needs a checkpoint that was trained on ViT-L-14"), (("--text", "a", "--checkpoint", "nowhere"), 1, "foco.json"), (("--text", "a", "--method", "best"), 2, "invalid choice")])
 def test_what_the_command_says_to_a_wrong_question(folder, capsys, argv, code, words):
     found, out, err = run(capsys, "--gallery", folder, *argv)
     assert found == code and words in err and out == "" and "Traceback" not in err

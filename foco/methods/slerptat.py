@@ -37,7 +37,7 @@ def adapters_of(wrapped: nn.Module) -> dict[str, nn.Parameter]:
     "The matrices A and B of all adapters, by name."
     return {n.removeprefix("base_model.model."): p for n, p in wrapped.named_parameters() if p.requires_grad}
 
-# %% ../../nbs/methods/07_slerptat.ipynb #02e96f0e
+# %% ../../nbs/methods/07_slerptat.ipynb #93cf119c
 class SlerpTAT(Method):
     "Spherical interpolation between a text and a picture seen by an image tower tuned to its captions."
     name, learns, needs = "SlerpTAT", "LoRA on the image tower", "pixels"
@@ -50,6 +50,8 @@ class SlerpTAT(Method):
         tuned, wrapped = add_adapters(backbone, s["rank"], s["lora_alpha"], s["dropout"])
         self.adapters = nn.ParameterDict({n.replace(".", "/"): p for n, p in adapters_of(wrapped).items()})
         self._tuned = (tuned,)          # in a tuple: its frozen weights are no part of this module
+        self._frozen = {k: v.clone() for k, v in wrapped.state_dict().items() if "attn" in k and "lora" not in k and k.endswith("weight")}
+        self._tower = (wrapped,)
 
     def train(self, mode: bool = True):
         for part in self._tuned[0].model.children(): part.train(mode)       # dropout of the adapters
@@ -57,6 +59,8 @@ class SlerpTAT(Method):
 
     def loss(self, data: Captioned, rows: Tensor, images: Tensor, generator: torch.Generator) -> tuple[Tensor, dict]: # images: pixels (B, 3, H, W)
         "Picture finds caption, caption finds picture."
+        now = self._tower[0].state_dict()
+        for k, frozen in self._frozen.items(): now[k].copy_(frozen)     # peft adds to an attention's weights and takes it away again, in every pass: that leaves rounding behind
         tuned, texts = self._tuned[0], data.texts[rows].to(self.backbone.device)
         seen = unit(tuned.tower.image_features(images.to(tuned.device, tuned.arithmetic), tuned.patch_layer)[0])
         positive = (seen.detach() * texts).sum(1).mean()
