@@ -70,7 +70,7 @@ def test_core_is_what_modules_import_at_once_and_extras_are_the_rest():
             package = DISTRIBUTIONS.get(module, COMES_WITH.get(module, module)).replace("_", "-")
             wanted.setdefault(package, []).append(path.name)
             if package in core: continue
-            homes = {k for k, v in extras.items() if package in v} - {"dev", "notebooks"}
+            homes = {k for k, v in extras.items() if package in v} - {"dev"}
             assert homes, f"{path.name} imports {module}, which pyproject.toml does not list"
             assert not at_once or extras_in(text) & homes, f"{path.name} imports {module} at once; it belongs to {homes}: import it late, or name the extra"
     assert not core - set(wanted) - {"timm"}, "listed, but imported nowhere" # timm: which of open_clip's models there are
@@ -140,6 +140,7 @@ for script in scripts:
     sys.argv = [script.name, "--help"]
     try: script.load()()
     except SystemExit as e: print(script.name, e.code)
+    except ModuleNotFoundError as e: print(script.name, "needs more:", e)
 """
 
 
@@ -153,7 +154,8 @@ def test_wheel_works_alone_and_says_which_extra_is_missing(wheel, tmp_path):
     for extra, of in (("blip", "a BLIP needs transformers"), ("blip", "roberta-ViT-B-32: its text tower needs transformers"), ("paper", "drawing needs matplotlib"), ("llm", "needs s")):
         assert re.search(rf"ModuleNotFoundError .*{re.escape(of)}.*pip install 'foco\[{extra}\]'", out), (of, out)
     assert "HubError no FoCo 'someone/nothing' on this computer, and none from the hub (" in out and "Traceback" not in out + done.stderr
-    assert all(f"{s} 0" in out for s in ("foco_check_data", "foco_decompose", "foco_index_shards", "foco_train"))
+    assert all(f"{s} 0" in out for s in ("foco_baselines", "foco_check_data", "foco_decompose", "foco_index_shards", "foco_reproduce", "foco_train"))
+    assert "foco_search needs more: drawing needs matplotlib: pip install 'foco[paper]'" in out     # contact sheets
 
 
 # ---- the models that come with it, and sharing one
