@@ -4,13 +4,16 @@ from dataclasses import replace
 
 import numpy as np, pytest, torch
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 
 from foco.backbones import FeatureStats, ImageFeatures, load_backbone
-from foco.baselines import ALL, BASELINES, GRIDS, baseline, baseline_config, load_baseline, main, open_training, read_name, train_baseline
+from foco.baselines import ALL, BASELINES, _Again, GRIDS, baseline, baseline_config, load_baseline, main, open_training, read_name, train_baseline
 from foco.data.benchmark import reference_rows
+from foco.data.shards import epoch_order
 from foco.evaluate import evaluate, open_benchmark
-from foco.methods.method import Captioned
+from foco.methods.method import Captioned, batch_rows
 from foco.toyworld.source import training_pairs
+from foco.training.features import LivePictures
 
 TINY = dict(n_images=48, batch_size=12, seen=72)        # 6 steps
 
@@ -56,6 +59,26 @@ def test_another_backbone_or_data_is_refused(encoder, small, tmp_path):
     other = load_backbone("tiny-clip", "random", device="cpu")
     with pytest.raises(ValueError, match="another backbone"): load_baseline(tmp_path / "trained", other)
     with pytest.raises(ValueError, match="another pairs_sha256"): train_baseline(config("pic2word"), encoder, open_training(config("pic2word", seed=1), encoder), tmp_path)
+
+
+def test_changed_weights_are_refused(encoder, small, tmp_path):
+    train_baseline(config("pic2word"), encoder, small, tmp_path)
+    save_file({k: v + 1 for k, v in load_file(tmp_path / "trained" / "foco.safetensors").items()}, tmp_path / "trained" / "foco.safetensors")
+    with pytest.raises(ValueError, match="is not the file that foco.json describes"): load_baseline(tmp_path / "trained", encoder)
+
+
+class Shards(list): # ten pictures in five shards
+    sizes = (2,) * 5
+
+
+def test_pictures_in_shards_are_read_shard_by_shard(monkeypatch):
+    monkeypatch.setattr("foco.training.features.epoch_order", lambda sizes, seed, epoch: epoch_order(sizes, seed, epoch, group=1))
+    first, second = (batch_rows(10, 4, s, 3, Shards(range(10))).tolist() for s in range(2))
+    assert [i // 2 for i in first + second] == [i // 2 for i in np.repeat((first + second)[::2], 2)]    # both of a shard, then both of the next
+    twice = _Again(LivePictures(load_backbone("tiny-clip", device="cpu"), Shards(range(10))))
+    rows = batch_rows(20, 20, 0, 3, twice.pictures)
+    assert sorted(rows.tolist()) == list(range(20)) and len(twice.pictures.sizes) == 10
+    assert all(a // 2 == b // 2 for a, b in rows.reshape(-1, 2).tolist())
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Captioned', 'batch_rows', 'captioned', 'Method', 'logit_scale', 'contrastive']
 
-# %% ../../nbs/methods/00_method.ipynb #b387247b
+# %% ../../nbs/methods/00_method.ipynb #7ad5f5c9
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..backbones import Backbone, FeatureStats, ImageFeatures
 from ..data.features import encode_cached, encode_texts_cached
 from ..data.pairs import Pairs
-from ..training.features import LivePictures, sample_stats
+from ..training.features import LivePictures, sample_stats, shuffled
 
 # %% ../../nbs/methods/00_method.ipynb #123fae01
 @dataclass
@@ -38,12 +38,14 @@ class Captioned:
         found = self.images.stream(indices) if hasattr(self.images, "stream") else (self.images[i] for i in indices)
         return (x.to(torch.float32) for x in found)
 
-# %% ../../nbs/methods/00_method.ipynb #3e84e191
-def batch_rows(n: int, size: int, step: int, seed: int) -> Tensor: # n pictures -> (size,) their numbers
+# %% ../../nbs/methods/00_method.ipynb #cb629d3f
+def batch_rows(n: int, size: int, step: int, seed: int, # n pictures -> (size,) their numbers
+               pictures: Sequence | None = None     # if they lie in shards, few shards are open at a time
+              ) -> Tensor:
     "The batch of a step: shuffled anew in every pass, nothing left out or doubled within one."
     first, rows = step * size, []
     for epoch in range(first // n, (first + size - 1) // n + 1):
-        order = torch.randperm(n, generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch))
+        order = shuffled(n, pictures, seed, epoch)
         rows.append(order[max(0, first - epoch * n):first + size - epoch * n])
     return torch.cat(rows)
 
