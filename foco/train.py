@@ -156,19 +156,21 @@ def _open_tracker(kind: str | None, out: Path, config: TrainConfig):
     tracker.store_init_configuration({k: v for k, v in asdict(config).items() if isinstance(v, (bool, int, float, str))})
     return tracker
 
-# %% ../nbs/05_train.ipynb #e72961f2
+# %% ../nbs/05_train.ipynb #79649b5b
 class _Progress:
     "What a run has logged and found so far. Every process has one; only the first writes."
     def __init__(self, out: Path, backbone: Backbone, training: TrainingSet, config: TrainConfig, steps: tuple[int, int], card: dict, world: World):
         self.data = {"images": len(training), "pairs_sha256": training.sha256}
         self.out, self.backbone, self.config, self.steps, self.world, self.start = out, backbone, config, steps, world, time.time()
         self.history, self.best, self.before, self.recent, self.mark = card.get("history", []), card.get("best"), card.get("seconds", 0), [], None
+        self.processor = time.process_time() - card.get("processor seconds", 0)
 
     @property
     def seconds(self): return self.before + time.time() - self.start
 
     def card(self, **more) -> dict:
-        return {"model": self.config.model_options(), "backbone": self.backbone.identity, "config": asdict(self.config), **self.data, "history": self.history, "seconds": self.seconds, "best": self.best, **more}
+        return {"model": self.config.model_options(), "backbone": self.backbone.identity, "config": asdict(self.config), **self.data, "history": self.history, "seconds": self.seconds,
+                "processor seconds": time.process_time() - self.processor, "best": self.best, **more}
 
     def speed(self, waited: float) -> dict: # seconds waited for pictures since training began -> since the last call
         now, before, self.mark = time.time(), self.mark, (time.time(), waited)
