@@ -6,7 +6,7 @@
 __all__ = ['BASELINES', 'ALPHA', 'PDV_FOUND', 'TRAINING_FREE', 'ALL', 'SCHEDULE', 'LAPTOP', 'SCORED', 'GRIDS', 'PDV_GRID',
            'Entry', 'read_name', 'baseline', 'BaselineConfig', 'baseline_config', 'with_joined', 'baseline_step',
            'train_baseline', 'load_baseline', 'open_training', 'query_milliseconds', 'score_baseline', 'search',
-           'run_one', 'main']
+           'run_one', 'in_processes', 'main']
 
 # %% ../nbs/08_baselines.ipynb #30e6129b
 import argparse, json, os, subprocess, sys, tempfile, time, warnings
@@ -316,7 +316,7 @@ def search(name: str, backbone: Backbone, cache: Path | str | None = None, seed:
     return rows
 
 # %% ../nbs/08_baselines.ipynb #0d448923
-def run_one(name: str, seed: int, backbone: Backbone, out: Path, results: Path, cache: Path | str | None, scored: Sequence[str] = SCORED, **given) -> dict: # what `run.json` says
+def run_one(name: str, seed: int, backbone: Backbone, out: Path, results: Path, cache: Path | str | None, scored: Sequence[str] = SCORED, n_per_kind: int = 100, **given) -> dict: # what `run.json` says
     "Train a method, score it, and write its results; what was trained before is not trained again."
     base, more = read_name(name)
     run, folder, stored = f"{name}-seed{seed}", results / f"{name}-seed{seed}", "float16" if cache else "memory"
@@ -328,7 +328,7 @@ def run_one(name: str, seed: int, backbone: Backbone, out: Path, results: Path, 
         train_baseline(config, backbone, open_training(config, backbone, cache), place := out / run.replace("+pdv", ""))
         composer, card = baseline(name, backbone, place / "trained"), read_card(place / "trained")
     about = {"seed": seed if trained else None, "config": card.get("config", {}), **provenance(card.get("seconds"), str(backbone.device))}
-    found, took = score_baseline(composer, backbone, scored, cache=cache, **about)
+    found, took = score_baseline(composer, backbone, scored, cache=cache, n_per_kind=n_per_kind, **about)
     for s in found: s.result.save(folder)
     method = BASELINES[base].load() if base in BASELINES else None
     told = {"method": composer.name, "name": name, "seed": about["seed"], "learns": "F_Aggr and F_Comp" if base == "foco" else getattr(method, "learns", "nothing"), "rebuilt": getattr(method, "rebuilt", ""),
@@ -337,10 +337,11 @@ def run_one(name: str, seed: int, backbone: Backbone, out: Path, results: Path, 
     return told
 
 # %% ../nbs/08_baselines.ipynb #5d404214
-def _in_processes(tasks: list[list[str]], jobs: int) -> int: # command lines of foco_baselines -> how many failed
+def in_processes(tasks: list[list[str]], jobs: int, module: str = "foco.baselines") -> int: # command lines of the module -> how many failed
+    "Run a command line in processes of their own, `jobs` at a time, and say what is done and what is left."
     env, began, done = {**os.environ, "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // jobs))}, time.time(), []
     def work(task):
-        ended = subprocess.run([sys.executable, "-m", "foco.baselines", *task, "--jobs", "0"], env=env, capture_output=True, text=True)
+        ended = subprocess.run([sys.executable, "-m", module, *task, "--jobs", "0"], env=env, capture_output=True, text=True)
         done.append(ended.returncode)
         left = (time.time() - began) / len(done) * (len(tasks) - len(done))
         print(f"{len(done)} of {len(tasks)}, {time.time() - began:.0f} s, about {left:.0f} s left: {' '.join(task[:4])}" + (f" FAILED\n{ended.stderr[-2000:]}" if ended.returncode else ""), flush=True)
@@ -365,6 +366,7 @@ def main(argv: Sequence[str] | None = None) -> int: # 0 done, 1 something failed
     try:
         for name in names: read_name(name)
         if wrong := [b for b in a.benchmarks.split(",") if b.count(":") != 1]: raise ValueError(f"--benchmarks: {wrong[0]!r}; expected benchmark:split, such as {SCORED[0]}")
+        for b, split in (b.split(":") for b in a.benchmarks.split(",")): open_benchmark(b, split, **({"n_per_kind": 1} if b == "edits" else {}))   # a wrong name shows now, not after an hour
         seeds = [int(s) for s in a.seeds.split(",")]
     except ValueError as e: p.error(str(e))
     out, results = project_path(a.out), project_path(a.results)
@@ -374,7 +376,7 @@ def main(argv: Sequence[str] | None = None) -> int: # 0 done, 1 something failed
     results.mkdir(parents=True, exist_ok=True)
     if a.jobs and len(tasks) > 1:
         lines = [["--methods", n, "--seeds", str(s), *(["--search"] if a.search else []), *common] for n, s in tasks]
-        failed = [_in_processes([line for line, (n, _) in zip(lines, tasks) if late(n) == turn], a.jobs) for turn in (False, True)]
+        failed = [in_processes([line for line, (n, _) in zip(lines, tasks) if late(n) == turn], a.jobs) for turn in (False, True)]
         return int(sum(failed) > 0)
     try:
         encoder, given = load_backbone(a.backbone, a.pretrained), read_overrides(a.overrides, set())

@@ -155,7 +155,7 @@ def _groups(model, decay): # weight decay on matrices only
     return [{"params": matrices, "weight_decay": decay}, {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.}]
 
 def train_tiny_clip(folder: Path, minutes: float, config: dict | None = None, batch: int = 128, peak: float = 1.2e-3,
-                    seed: int = 0, grade_every: float = 5., start: Path | None = None # a bundle to go on from
+                    seed: int = 0, grade_every: float = 5., n_exam: int = 1000, start: Path | None = None # a bundle to go on from
                    ) -> list[dict]: # history: minute, step, loss and scores
     "Train for `minutes`, grade now and then on the validation exams, and write the bundle to `folder`."
     config, rank = config or model_config(), int(os.environ.get("RANK", 0))
@@ -171,7 +171,7 @@ def train_tiny_clip(folder: Path, minutes: float, config: dict | None = None, ba
     history = json.loads((start / "history.json").read_text(encoding="utf-8")) if start else []
     if start: model.load_state_dict({k: v.float() for k, v in load_file(start / "open_clip_model.safetensors").items()}, strict=True)
     past = history[-1] if history else {"minute": 0., "step": 0}
-    dice, exams = Dice(f"tiny-clip/{seed}/{rank}/{past['step']}"), make_exams() if rank == 0 else None
+    dice, exams = Dice(f"tiny-clip/{seed}/{rank}/{past['step']}"), make_exams(n=n_exam) if rank == 0 else None
     began, step, graded, progress, recent = time.time(), 0, 0., 0., []
     while progress < 1:
         pictures, texts = training_batch(dice, batch)
