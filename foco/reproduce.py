@@ -6,8 +6,8 @@
 __all__ = ['OFFICIAL', 'train_step', 'evaluate_step', 'toyworld_steps', 'ablation_steps', 'official_steps', 'missing_data',
            'find_root', 'show', 'main']
 
-# %% ../nbs/10_reproduce.ipynb #98e088ed
-import argparse, os, signal, sys, threading
+# %% ../nbs/10_reproduce.ipynb #6f7facdf
+import argparse, json, os, signal, sys, threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -34,7 +34,7 @@ def _trained(run: str, out: str, splits: Iterable[tuple], folder: str, minutes: 
     train = replace(train_step(run, out, minutes, **settings), tags=("train", *tags), needs=needs)
     return [train, *(evaluate_step(run, b, s, folder, needs=(train.name,), tags=tags, checkpoint=f"{out}/models/{run}/foco", method="foco", **(more or {}), **o) for b, s, o in splits)]
 
-# %% ../nbs/10_reproduce.ipynb #e4e501f1
+# %% ../nbs/10_reproduce.ipynb #44838e37
 def toyworld_steps(quick: bool = False, into: str = ".", out: str = "_out/reproduce", seeds: Sequence[int] = (0, 1, 2), base: str = "centred") -> list[Step]: # base: of the ablations
     "The chain on ToyWorld; quick: the same in small."
     into = "" if into in (".", "") else f"{into}/"
@@ -44,10 +44,11 @@ def toyworld_steps(quick: bool = False, into: str = ".", out: str = "_out/reprod
     steps = [evaluate_step("training-free", b, s, results, checkpoint="none", **o) for b, s, o in splits]
     for seed in seeds:
         for variant in ("default", "paper"): steps += _trained(f"{variant}-seed{seed}", out, splits, results, .5 if quick else 9, dict(variant=variant, seed=seed, **small))
-    n = 400 if quick else 2000
-    steps += [Step("decompose/rules", "foco.decomposers.store", dict(data="toyworld", n_images=n, out=rules, backbone="tiny-clip"), makes=(rules,), tags=("ablation",), minutes=1)]
-    steps += ablation_steps(["2a", "3a"] if quick else list(ABLATIONS), base, seeds, out, splits[:1] if quick else [(b, "val", {}) for b in ("edits", "fashioniq", "cirr")], f"{results}/ablations", rules,
-                            **(small or dict(n_images=n, stage1_epochs=1., stage2_epochs=4., eval_per_kind=0)))
+    if quick:
+        steps += [Step("decompose/rules", "foco.decomposers.store", dict(data="toyworld", n_images=400, out=rules, backbone="tiny-clip"), makes=(rules,), tags=("ablation",), minutes=1)]
+        steps += ablation_steps(["2a", "3a"], base, seeds, out, splits[:1], f"{results}/ablations", rules, **small)
+    else: # one process trains all rows of a seed
+        steps += [Step(f"ablations/{base}-seed{seed}", "foco.training.run_ablations", dict(bases=base, seeds=str(seed), jobs=0, out=f"{out}/ablations", results=f"{results}/ablations"), makes=(f"{results}/ablations/{base}-*-seed{seed}", *([f"{results}/ablations/{base}-1a"] if seed == seeds[0] else [])), tags=("ablation",), minutes=20) for seed in seeds]
     compared = f"{results}/baselines" if not quick else "results/toyworld/baselines"      # the quick chain shows the committed ones
     if not quick:
         from foco.baselines import ALL, BASELINES, read_name      # late: it takes torch along
@@ -58,6 +59,10 @@ def toyworld_steps(quick: bool = False, into: str = ".", out: str = "_out/reprod
                                (f"{compared}/{run}",), tags=("baselines",), minutes=6 if name.startswith("slerptat") else 2)]
     tables = tuple(Step(f"paper/{name}", f"paper/{n}.ipynb", dict(results=compared, figures=figures), tuple(s.name for s in steps if "baselines" in s.tags), (f"{figures}/table-{name}.*",), () if not quick else (compared,), ("paper",), .3)
                    for n, name in (("02_baselines", "baselines"), ("03_fashioniq", "fashioniq"), ("04_cirr_circo", "cirr-circo"), ("05_genecis", "genecis")))
+    measured = f"{results}/ablations" if not quick else "results/toyworld/ablations"
+    tables += (Step("paper/ablations", "paper/06_ablations.ipynb", dict(results=measured, figures=figures), tuple(s.name for s in steps if s.name.startswith("ablations/")), (f"{figures}/table-ablations.*", f"{figures}/ablations.*", f"{figures}/figure3.*"), (measured,), ("paper",), .3),
+               Step("paper/probes", "paper/07_probes.ipynb", dict(models=json.dumps({"default": f"{out}/models/default-seed{seeds[0]}/foco", "as printed": f"{out}/models/paper-seed{seeds[0]}/foco"}), n_per_kind=10 if quick else 100, figures=figures),
+                    (f"train/default-seed{seeds[0]}", f"train/paper-seed{seeds[0]}"), (f"{figures}/table-grounding.csv", f"{figures}/table-probes.csv", f"{figures}/table-paraphrase.csv", f"{figures}/training-*"), tags=("paper",), minutes=2))
     shown = dict(checkpoint=f"{out}/models/default-seed{seeds[0]}/foco", results=results, figures=figures, out=f"{out}/shown", **({"n_per_kind": 10} if quick else {}))
     return steps + [
         Step("evaluate/shown", "06_evaluate.ipynb", shown, tuple(s.name for s in steps if s.name.startswith("evaluate/") and "ablation" not in s.tags) + (f"train/default-seed{seeds[0]}",), (f"{figures}/toyworld-edits-val.*",), minutes=1),

@@ -154,7 +154,7 @@ def test_wheel_works_alone_and_says_which_extra_is_missing(wheel, tmp_path):
     for extra, of in (("blip", "a BLIP needs transformers"), ("blip", "roberta-ViT-B-32: its text tower needs transformers"), ("paper", "drawing needs matplotlib"), ("llm", "needs s")):
         assert re.search(rf"ModuleNotFoundError .*{re.escape(of)}.*pip install 'foco\[{extra}\]'", out), (of, out)
     assert "HubError no FoCo 'someone/nothing' on this computer, and none from the hub (" in out and "Traceback" not in out + done.stderr
-    assert all(f"{s} 0" in out for s in ("foco_baselines", "foco_check_data", "foco_decompose", "foco_index_shards", "foco_reproduce", "foco_train"))
+    assert all(f"{s} 0" in out for s in ("foco_ablations", "foco_baselines", "foco_check_data", "foco_decompose", "foco_index_shards", "foco_reproduce", "foco_train"))
     assert "foco_search needs more: drawing needs matplotlib: pip install 'foco[paper]'" in out     # contact sheets
 
 
