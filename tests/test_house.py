@@ -148,7 +148,7 @@ def test_notebook(path): check(NOTEBOOK_RULES, [(name(path), load(path))])
 
 def project_texts():
     books = [(name(p), shown_text(load(p))) for p in notebooks()]
-    files = [p for d in (LIB, ROOT/"tests", ROOT/"data_cards", ROOT/"figures") for p in walk(d, TEXT)]
+    files = [p for d in (LIB, ROOT/"tests", ROOT/"data_cards", ROOT/"docs", ROOT/"figures") for p in walk(d, TEXT)]
     files += [p for p in ROOT.iterdir() if p.is_file() and p.suffix in TEXT] + [ROOT/".ci"/"run", ROOT/".gitignore"]
     return books + [(name(p), p.read_text(encoding="utf-8")) for p in files]
 

@@ -81,7 +81,7 @@ def test_messages_name_extras_that_exist():
     said = {e for path in MODULES for e in extras_in(path.read_text(encoding="utf-8"))}
     assert {"blip", "train", "llm", "paper"} <= said <= set(project["optional-dependencies"])
     dev = next(r for r in project["optional-dependencies"]["dev"] if r.startswith("foco["))
-    assert set(re.search(r"\[(.+)\]", dev)[1].split(",")) == set(project["optional-dependencies"]) - {"dev"}
+    assert set(re.search(r"\[(.+)\]", dev)[1].split(",")) == set(project["optional-dependencies"]) - {"dev", "docs"} # building the site takes minutes
 
 
 # ---- the wheel
