@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['with_training_free', 'named_composers', 'Reference', 'Step', 'Explorer', 'picture_uri', 'Thumbs', 'View']
 
-# %% ../nbs/12_explorer.ipynb #a8a9583a
+# %% ../nbs/12_explorer.ipynb #236773ae
 import asyncio, base64, hashlib, html, io, json, time, warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -22,7 +22,7 @@ from .data.entries import json_sha256
 from .evaluate import Composer, training_free
 from .galleries.gallery import Gallery
 from .galleries.sources import open_content
-from .search import Search, _caption, _thumbnail, compose_turns, fit_text, printable, question
+from .search import Search, _caption, _thumbnail, compose_turns, fit_text, printable, question, take_away
 from .visualize import GREY, HEAT, PALETTE, Gaze, Normalize, PaperFigure, _figure, _overlay, _result_panel, styled
 
 # %% ../nbs/12_explorer.ipynb #d341b4a3
@@ -42,7 +42,7 @@ def named_composers(composers: Composer | Sequence[Composer] | Mapping[str, Comp
     if len(named) < len(composers): raise ValueError(f"two of the methods have the same name ({', '.join(c.name for c in composers)}); give a dict of names")
     return named
 
-# %% ../nbs/12_explorer.ipynb #37c8c28f
+# %% ../nbs/12_explorer.ipynb #4fdcff65
 class Reference(NamedTuple):
     "A picture to start from, encoded."
     name: str
@@ -54,12 +54,17 @@ class Reference(NamedTuple):
 class Step(NamedTuple):
     "What was asked on the way."
     reference: Reference | None
-    text: str
+    text: str                       # the last turn
     method: str
+    turns: tuple[str, ...] = ()     # those before it
+    without: tuple[str, ...] = ()   # what should not be there
 
-    def __repr__(self): return f"{'no reference' if self.reference is None else self.reference.name}: “{self.text}” ({self.method})"
+    @property
+    def texts(self) -> list[str]: return [*self.turns, *([self.text] if self.text else [])]
 
-# %% ../nbs/12_explorer.ipynb #d8cacbb9
+    def __repr__(self): return f"{'no reference' if self.reference is None else self.reference.name}: {question(self.texts, self.without)} ({self.method})"
+
+# %% ../nbs/12_explorer.ipynb #d5ace327
 class Explorer:
     "Explore a gallery: a reference, a text, ranked results, and the way there."
     def __init__(self, gallery: Gallery | Search,   # a search brings its method along, and FAISS if it uses it
@@ -77,11 +82,18 @@ class Explorer:
         self.folder, self.delay, self.most = Path(folder), delay, min(most, max(1, len(self.gallery) - 1))
         n = len(self.gallery)
         self.starts = sorted({i * n // min(starts, n) for i in range(min(starts, n))}) if isinstance(starts, int) else [range(n)[i] for i in starts]
-        self.reference, self.text, self.method, self.other, self.k = None, "", next(iter(self.composers)), None, min(k, self.most)
+        self.reference, self.text, self.turns, self.without = None, "", (), ()
+        self.method, self.other, self.k = next(iter(self.composers)), None, min(k, self.most)
         self.trail, self.results, self.compared, self.said, self.milliseconds, self._thumbnails = [], None, None, "", 0., {}
         self._change(reference=self._open(self.starts[0] if self.starts else None))
 
-    def __repr__(self): return f"Explorer of {len(self.gallery):,} pictures with {', '.join(self.composers)}: {question([self.text] if self.text else [], (), self.reference is not None) or 'nothing asked'}"
+    def __repr__(self): return f"Explorer of {len(self.gallery):,} pictures with {', '.join(self.composers)}: {self.asked or 'nothing asked'}"
+
+    @property
+    def step(self) -> Step: return Step(self.reference, self.text.strip(), self.method, self.turns, self.without)
+
+    @property
+    def asked(self) -> str: return question(self.step.texts, self.without, self.reference is not None) # in a line
 
     def search(self, method: str) -> Search:
         "Give the search with a method; raises ValueError for an unknown one."
@@ -102,15 +114,16 @@ class Explorer:
         small.thumbnail((800, 800))                                 # it is drawn after every keystroke
         return Reference(name, small, features, content, row)
 
-# %% ../nbs/12_explorer.ipynb #32a41ca7
+# %% ../nbs/12_explorer.ipynb #fbf139e8
 @patch
 @torch.inference_mode()
-def ask(self: Explorer, method: str, reference: Reference | None, text: str, k: int) -> pd.DataFrame: # rank, file, score, row
-    "Rank the gallery for a question; without a question nothing is found."
+def ask(self: Explorer, method: str, reference: Reference | None, texts: Sequence[str], without: Sequence[str], k: int) -> pd.DataFrame: # rank, file, score, row
+    "Rank the gallery for a question; without a picture or a text nothing is found."
     s, found = self.search(method), []
-    if reference is not None or text:
-        if reference is None: q = s.composer.encode_texts([text])
-        else: q = compose_turns(s.composer, reference.features, [[text]]) if text else s.composer.encode_gallery(reference.features.global_)
+    if reference is not None or texts:
+        if reference is None: q = unit(s.composer.encode_texts(list(texts)).mean(0, keepdim=True))
+        else: q = compose_turns(s.composer, reference.features, [[t] for t in texts]) if texts else s.composer.encode_gallery(reference.features.global_)
+        if without: q = take_away(q, s.composer.encode_texts(list(without)), s.strength)
         keep = np.ones(len(self.gallery), bool)
         if reference is not None: keep[s._contents.get(reference.content, [])] = False
         if n := min(k, int(keep.sum())): found = [(r, x) for r, x in zip(*(a[0].tolist() for a in s.index.search(unit(q), n, keep))) if r >= 0]
@@ -127,26 +140,28 @@ def _fit(self: Explorer, text: str) -> tuple[str, str]: # what fits, and a remar
 @patch
 def _change(self: Explorer, **new) -> pd.DataFrame: # results
     "Search with some things changed, and keep the change if that worked."
-    now = {k: getattr(self, k) for k in ("reference", "text", "method", "other", "k", "trail")} | new
-    begun, (fits, said) = time.perf_counter(), self._fit(now["text"])
-    results = self.ask(now["method"], now["reference"], fits, now["k"])
-    compared = None if now["other"] is None else self.ask(now["other"], now["reference"], fits, now["k"])
-    gaze = self._look(now["method"], now["reference"], fits)
+    now = {k: getattr(self, k) for k in ("reference", "text", "turns", "without", "method", "other", "k", "trail")} | new
+    begun, fits = time.perf_counter(), [self._fit(t) for t in (now["text"], *now["without"])]
+    (last, *unwanted), said = [kept for kept, _ in fits], "; ".join(remark for _, remark in fits if remark)
+    asked = now["reference"], [*now["turns"], *([last] if last else [])], unwanted
+    results = self.ask(now["method"], *asked, now["k"])
+    compared = None if now["other"] is None else self.ask(now["other"], *asked, now["k"])
+    gaze = self._look(now["method"], *asked[:2])
     self.__dict__.update(now, results=results, compared=compared, gaze=gaze, said=said, milliseconds=1000 * (time.perf_counter() - begun))
     if "view" in self.__dict__: self.view.draw()
     return results
 
-# %% ../nbs/12_explorer.ipynb #b7262f0f
+# %% ../nbs/12_explorer.ipynb #3fa19dc5
 @patch
 @torch.inference_mode()
-def _look(self: Explorer, method: str, reference: Reference | None, text: str) -> Gaze | None: # None: nothing to look at, or a method that doesn't look
+def _look(self: Explorer, method: str, reference: Reference | None, texts: Sequence[str]) -> Gaze | None: # None: nothing to look at, or a method that doesn't look
     c = self.composers[method]
-    if not hasattr(c, "foco") or reference is None or not text: return None
+    if not hasattr(c, "foco") or reference is None or not texts: return None
     device = c.foco.image_mean.device
-    anchors = c.foco.prepare_texts(c.backbone.encode_texts([text]).to(device))
+    anchors = c.foco.prepare_texts(c.backbone.encode_texts(list(texts[-1:])).to(device))
     a = c.foco.aggregator(anchors[None], c.foco.prepare_images(reference.features.to(device)), need_attention=True).attention[0] # (heads, 1, P)
     picture = reference.picture.copy(); picture.thumbnail((320, 320))
-    return Gaze(picture, [text], a.transpose(0, 1), c.backbone.grid, c.backbone.recipe.preprocess_cfg.get("resize_mode", "shortest"))
+    return Gaze(picture, texts[-1:], a.transpose(0, 1), c.backbone.grid, c.backbone.recipe.preprocess_cfg.get("resize_mode", "shortest"))
 
 @patch
 def attention(self: Explorer) -> tuple[Image.Image, float] | None: # attention over the reference, and the upper end of its scale; None: there is none
@@ -155,21 +170,42 @@ def attention(self: Explorer) -> tuple[Image.Image, float] | None: # attention o
     values = self.gaze.map(0, None, True); top = max(1., float(np.nanmax(values)))
     return Image.fromarray((255 * _overlay(self.gaze.picture, values, Normalize(0, top), HEAT)).round().astype(np.uint8)), top
 
-# %% ../nbs/12_explorer.ipynb #33dba1bc
+# %% ../nbs/12_explorer.ipynb #c5c49323
 @patch
 def set_text(self: Explorer, text: str) -> pd.DataFrame: # results
     "Say what should change, or what to find; too long a text is cut, and `said` says so."
     return self._change(text=text)
 
+def _parts(texts: str | Sequence[str]) -> tuple[str, ...]: # what is between semicolons
+    return tuple(t.strip() for t in (texts.split(";") if isinstance(texts, str) else texts) if t.strip())
+
+@patch
+def set_without(self: Explorer, texts: str | Sequence[str]) -> pd.DataFrame: # results
+    "Say what should not be there; several are a list, or parted by semicolons."
+    return self._change(without=_parts(texts))
+
+@patch
+def then(self: Explorer) -> pd.DataFrame: # results
+    "Settle the text as a turn, and begin another; raises ValueError if there is no text."
+    if not (text := self._fit(self.text)[0]): raise ValueError("there is no text to go on from; say first what should change")
+    return self._change(text="", turns=(*self.turns, text))
+
+@patch
+def take_back(self: Explorer) -> pd.DataFrame: # results
+    "Bring the last turn back into the text, in place of what is there; raises ValueError if there is none."
+    if not self.turns: raise ValueError("there is no turn to take back")
+    return self._change(text=self.turns[-1], turns=self.turns[:-1])
+
+# %% ../nbs/12_explorer.ipynb #f8a183c8
 @patch
 def set_reference(self: Explorer, image: Any, name: str | None = None) -> pd.DataFrame: # a row or a name of the gallery, a file, a PIL picture, the bytes of a file, or None -> results
     "Choose another reference; raises OSError for what can't be read, TypeError, IndexError."
-    return self._change(reference=self._open(image, name), trail=self.trail + [self.step] * bool(self.text.strip()))
+    return self._change(reference=self._open(image, name), trail=self.trail + [self.step] * bool(self.step.texts))
 
 @patch
 def follow(self: Explorer, row: int) -> pd.DataFrame: # results
-    "Make a result the next reference; the text starts empty."
-    return self._change(reference=self._open(row), text="", trail=[*self.trail, self.step])
+    "Make a result the next reference; the texts start empty."
+    return self._change(reference=self._open(row), text="", turns=(), trail=[*self.trail, self.step])
 
 @patch
 def back(self: Explorer, n: int) -> pd.DataFrame: # results
@@ -194,10 +230,7 @@ def set_k(self: Explorer, k: int) -> pd.DataFrame: # results
     if not 1 <= k <= self.most: raise ValueError(f"k={k}; expected 1 to {self.most}")
     return self._change(k=k)
 
-@patch(as_prop=True)
-def step(self: Explorer) -> Step: return Step(self.reference, self.text.strip(), self.method)
-
-# %% ../nbs/12_explorer.ipynb #159811ee
+# %% ../nbs/12_explorer.ipynb #1b7e31d6
 def _about(reference: Reference | None) -> dict | None: # JSON
     return None if reference is None else {"file": reference.name, "row": reference.row, "sha256": reference.content}
 
@@ -207,11 +240,11 @@ def _listed(table: pd.DataFrame | None) -> list | None: # JSON
 @patch
 def as_dict(self: Explorer) -> dict: # JSON
     "Say what was asked, in which gallery, what was found, and the way there."
-    texts = [t] if (t := self._fit(self.text)[0]) else []
+    texts = [*self.turns, *([t] if (t := self._fit(self.text)[0]) else [])]
     return {"gallery": {"pictures": len(self.gallery), "contents_sha256": json_sha256(self.gallery.contents), "features": self.gallery.about},
-            "reference": _about(self.reference), "texts": texts, "method": self.method, "k": self.k, "results": _listed(self.results),
+            "reference": _about(self.reference), "texts": texts, "without": [self._fit(t)[0] for t in self.without], "method": self.method, "k": self.k, "results": _listed(self.results),
             "compared": None if self.other is None else {"method": self.other, "results": _listed(self.compared)},
-            "trail": [{"reference": _about(s.reference), "texts": [s.text] if s.text else [], "method": s.method} for s in self.trail]}
+            "trail": [{"reference": _about(s.reference), "texts": s.texts, "without": list(s.without), "method": s.method} for s in self.trail]}
 
 @patch
 def export(self: Explorer, path: str | Path | None = None) -> Path: # None: the first free query-001.json in the folder
@@ -221,7 +254,7 @@ def export(self: Explorer, path: str | Path | None = None) -> Path: # None: the 
     path.write_text(json.dumps(self.as_dict(), indent=1), encoding="utf-8")
     return path
 
-# %% ../nbs/12_explorer.ipynb #c9f95062
+# %% ../nbs/12_explorer.ipynb #b2c4f6b0
 @patch
 @styled
 def picture(self: Explorer, columns: int = 6) -> PaperFigure: # columns of results
@@ -240,10 +273,10 @@ def picture(self: Explorer, columns: int = 6) -> PaperFigure: # columns of resul
             ax.axis("on"); _result_panel(ax, picture, f"{r.rank}  {r.score:.2f}", GREY, .8)
             ax.set_xlabel(printable(_caption(r.file)), parse_math=False)
         row[1].annotate(method, (0, 1.2), xycoords="axes fraction", weight="bold", annotation_clip=False)
-    fig.suptitle(question([self.text] if self.text.strip() else [], (), self.reference is not None) or "nothing asked", parse_math=False)
+    fig.suptitle(self.asked or "nothing asked", parse_math=False)
     return fig
 
-# %% ../nbs/12_explorer.ipynb #344abc19
+# %% ../nbs/12_explorer.ipynb #f946c282
 _CSS = """
 .foco-explorer { padding: 8px 4px; max-width: 1180px; }
 .foco-explorer .widget-html-content, .foco-explorer .jupyter-widgets.widget-html { height: auto; overflow: visible; }
@@ -257,6 +290,7 @@ _CSS = """
 .foco-explorer .foco-one .jupyter-button.foco-thumb { height: 120px; }
 .foco-explorer .jupyter-button.foco-thumb:hover { box-shadow: 0 0 0 2px SKY; }
 .foco-explorer .jupyter-button:focus-visible, .foco-explorer input:focus-visible, .foco-explorer select:focus-visible { outline: 3px solid BLUE; outline-offset: 1px; }
+.foco-explorer .foco-turns { margin: 0; padding-left: 3.2em; font-size: 13px; line-height: 1.5; overflow-wrap: anywhere; }
 .foco-explorer .foco-said { font-size: 12px; line-height: 1.4; color: var(--jp-ui-font-color1, #333); }
 .foco-explorer .foco-said.foco-wrong { color: VERMILLION; font-weight: 600; }
 """.replace("HEAT", "#FFFFFF, #F6D48A, #E69F00, #D55E00, #6A1D00").replace("BLUE", PALETTE["blue"]).replace("SKY", PALETTE["sky"]).replace("VERMILLION", "#A84300")
@@ -310,7 +344,7 @@ class Thumbs:
         if self.row.children != shown: self.row.children = shown
         if label is not None: self.heading.value = f"<h4>{html.escape(label)}</h4>"
 
-# %% ../nbs/12_explorer.ipynb #9a99539e
+# %% ../nbs/12_explorer.ipynb #b09684e2
 class View:
     "The widgets over an explorer."
     def __init__(self, explorer: Explorer):
@@ -323,24 +357,28 @@ class View:
         self.upload = widgets.FileUpload(accept="image/*", description="Upload a picture", layout={"width": "190px"}, tooltip="Take a file as the reference")
         self.none = widgets.Button(description="No reference", icon="times", layout={"width": "130px"}, tooltip="Search by text alone")
         self.save = widgets.Button(description="Export query", icon="download", layout={"width": "130px"}, tooltip="Write question and results as JSON")
-        self.shown, self.said = widgets.HTML(), widgets.HTML()
+        self.then = widgets.Button(description="Then…", icon="plus", layout={"width": "90px"}, tooltip="Keep this text as a turn and begin another, to be done after it")
+        self.take_back = widgets.Button(description="Take back", icon="undo", layout={"width": "110px"}, tooltip="Bring the last turn back into the text")
+        self.without = widgets.Text(description="Without", placeholder="what should not be there; several: parted by ;", continuous_update=True, style=wide, layout={"width": "100%", "max_width": "640px"}, tooltip="What is found is to be unlike this")
+        self.turns, self.shown, self.said = widgets.HTML(), widgets.HTML(), widgets.HTML()
         self.starts, self.trail = Thumbs(lambda row: self.do(e.set_reference, row), "Start from", 1), Thumbs(lambda n: self.do(e.back, n), "Trail: press a step to go back to it")
         self.results, self.compared = Thumbs(lambda row: self.do(e.follow, row), "Results"), Thumbs(lambda row: self.do(e.follow, row), "")
-        self.text.observe(self._typed, "value")
+        for field in (self.text, self.without): field.observe(self._typed, "value")
+        self.then.on_click(lambda _: self.do(self._then)); self.take_back.on_click(lambda _: self.do(e.take_back))
         for menu, act in ((self.method, e.set_method), (self.other, lambda method: e.compare(method or None)), (self.k, e.set_k)): menu.observe(lambda change, act=act: self._drawing or self.do(act, change["new"]), "value")
         self.upload.observe(self._uploaded, "value"); self.none.on_click(lambda _: self.do(e.set_reference, None)); self.save.on_click(lambda _: self.do(self._export))
         self.widget = self._layout(); self.draw()
 
     def _layout(self) -> widgets.VBox:
         bar = lambda *children: widgets.Box(children, layout={"flex_flow": "row wrap", "align_items": "center", "grid_gap": "0 8px"})
-        right = widgets.VBox([self.text, bar(self.method, self.other, self.k), bar(self.none, self.upload, self.save), self.said, self.trail.box], layout={"flex": "1 1 420px", "min_width": "0", "margin": "10px 0 0"})
+        right = widgets.VBox([self.turns, self.text, bar(self.then, self.take_back), self.without, bar(self.method, self.other, self.k), bar(self.none, self.upload, self.save), self.said, self.trail.box], layout={"flex": "1 1 420px", "min_width": "0", "margin": "10px 0 0"})
         top = widgets.Box([self.shown, right], layout={"flex_flow": "row wrap", "align_items": "flex-start", "grid_gap": "16px"})
         for thumbs in (self.results, self.compared): thumbs.box.layout = {"flex": "1 1 0", "min_width": "330px"}
         found = widgets.Box([self.results.box, self.compared.box], layout={"flex_flow": "row wrap", "align_items": "flex-start", "grid_gap": "24px"})
         box = widgets.VBox([widgets.HTML(f"<style>{_CSS}</style>", layout={"display": "none"}), self.starts.box, top, found])
         box.add_class("foco-explorer"); return box
 
-# %% ../nbs/12_explorer.ipynb #7bcc4912
+# %% ../nbs/12_explorer.ipynb #09ffe95b
 @patch
 def do(self: View, act: Callable, *args: Any):
     "Do what a widget asks for, after what was typed; what can't be done is said, and nothing changes."
@@ -351,14 +389,17 @@ def do(self: View, act: Callable, *args: Any):
 def _settle(self: View):
     if self._timer is not None:
         self._timer.cancel(); self._timer = None
-        self.explorer.set_text(self.text.value)
+        self._read()
+
+@patch
+def _read(self: View): self.explorer._change(text=self.text.value, without=_parts(self.without.value))
 
 @patch
 def _typed(self: View, change: dict):
     if self._drawing: return
     if self._timer is not None: self._timer.cancel()
     try: loop = asyncio.get_running_loop()
-    except RuntimeError: self._timer = None; return self.do(self.explorer.set_text, change["new"]) # no kernel: at once
+    except RuntimeError: self._timer = None; return self.do(self._read) # no kernel: at once
     self._timer = loop.call_later(self.explorer.delay, self.do, lambda: None)
 
 @patch
@@ -369,9 +410,12 @@ def _uploaded(self: View, change: dict):
     self.upload.value = ()                                      # the same file can be taken again
 
 @patch
+def _then(self: View): self.explorer.then(); self.text.focus() # to type what comes after it
+
+@patch
 def _export(self: View): self.draw(f"written: {self.explorer.export()}")
 
-# %% ../nbs/12_explorer.ipynb #d07a376d
+# %% ../nbs/12_explorer.ipynb #742c41f3
 def _figure_of(picture: Image.Image | None, alt: str, caption: str, more: str = "") -> str: # more: HTML
     shown = f'<div class="foco-none">{html.escape(alt)}</div>' if picture is None else f'<img src="{picture_uri(picture, 368)}" alt="{html.escape(alt, quote=True)}">'
     return f"<figure>{shown}{more}<figcaption>{html.escape(caption)}</figcaption></figure>"
@@ -382,7 +426,7 @@ def _shown(self: View) -> str: # HTML
     reference = _figure_of(e.reference and e.reference.picture, "no reference" if e.reference is None else f"reference {printable(e.reference.name)}", "" if e.reference is None else printable(e.reference.name))
     why = "" if not hasattr(e.composers[e.method], "foco") else "no text yet" if e.reference is not None else "no reference"
     if seen is None: looks = _figure_of(None, why or f"{e.method} does not look at parts of a picture", "")
-    else: looks = _figure_of(seen[0], f"where {e.method} looks under this text", f"dark: up to {seen[1]:.1f} × average", '<div class="foco-scale"></div>')
+    else: looks = _figure_of(seen[0], f"where {e.method} looks under “{printable(e.gaze.texts[0])}”", f"dark: up to {seen[1]:.1f} × average", '<div class="foco-scale"></div>')
     return f'<div style="display:flex;gap:12px"><div><h4>Reference</h4>{reference}</div><div><h4>Where {html.escape(e.method)} looks</h4>{looks}</div></div>'
 
 @patch
@@ -396,6 +440,9 @@ def draw(self: View, said: str = "", wrong: bool = False):
     e = self.explorer; self._drawing = True
     try:
         if self._timer is None and self.text.value.strip() != e.text.strip(): self.text.value = e.text
+        if self._timer is None and _parts(self.without.value) != e.without: self.without.value = "; ".join(e.without)
+        self.turns.value = f'<ol class="foco-turns" aria-label="turns so far">{"".join(f"<li>{html.escape(printable(t))}</li>" for t in e.turns)}</ol>' if e.turns else ""
+        self.take_back.disabled = not e.turns
         self.method.value, self.other.value, self.k.value, self.shown.value = e.method, e.other or "", e.k, self._shown()
         self.starts.draw([(row, e._thumb(row), _short(e.gallery.names[row], 14), f"{printable(e.gallery.names[row])}: press to start from it") for row in e.starts], chosen=e.reference and e.reference.row)
         steps = [(n, "" if s.reference is None else picture_uri(s.reference.picture, 184), f"{n + 1}. {_short(s.reference.name, 11) if s.reference else 'no reference'}\n{_first(s.text, 14)}", f"Go back to step {n + 1}: {s!r}") for n, s in enumerate(e.trail)]

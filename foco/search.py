@@ -6,12 +6,12 @@
 __all__ = ['METHODS', 'open_composer', 'fit_text', 'image_mean', 'compose_turns', 'take_away', 'Search', 'printable', 'question',
            'contact_sheet', 'sheet_html', 'write_sheet', 'default_index', 'stranger_note', 'main']
 
-# %% ../nbs/09_search.ipynb #41dda1a9
-import argparse, base64, hashlib, html, io, json, os, re, sys, textwrap, warnings
+# %% ../nbs/09_search.ipynb #ec0b289f
+import argparse, base64, hashlib, html, importlib, io, json, os, re, sys, textwrap, warnings
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 import torch
@@ -26,7 +26,7 @@ from .galleries.gallery import Gallery, about_features
 from .galleries.nearest import Exact, open_approximate, recall
 from .galleries.sources import open_content, open_source
 from .training.checkpoints import bundled_foco, load_trained
-from .visualize import GREY, PALETTE, PaperFigure, _figure, _result_panel, styled
+if TYPE_CHECKING: from foco.visualize import PaperFigure
 
 # %% ../nbs/09_search.ipynb #b841932c
 METHODS = ("FoCo", "image-only", "text-only", "average", "slerp")
@@ -154,7 +154,7 @@ def _contents(self: Search) -> dict[str, list[int]]: # checksum -> rows
         for n, content in enumerate(self.gallery.contents): self._by_content.setdefault(content, []).append(n)
     return self._by_content
 
-# %% ../nbs/09_search.ipynb #1aaa954c
+# %% ../nbs/09_search.ipynb #acefaadd
 def printable(text: str) -> str:
     "Write out what would not print: control characters, and bytes of a file's name that are no text."
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode() for c in text)
@@ -173,10 +173,14 @@ def _thumbnail(search: Search, row: int, size: int) -> Image.Image | None: # Non
 def _caption(text: str, width: int = 24) -> str: # the end of a name tells more than its beginning
     return "\n".join(textwrap.wrap(text if len(text) <= 2 * width else "…" + text[-(2 * width - 1):], width))
 
-@styled
 def contact_sheet(search: Search, table: pd.DataFrame, # as `query` gives it
-                  image: Any = None, texts: str | Sequence[str] = (), without: str | Sequence[str] = (), columns: int = 6) -> PaperFigure:
-    "Draw a question and what was found; the table is its twin."
+                  image: Any = None, texts: str | Sequence[str] = (), without: str | Sequence[str] = (), columns: int = 6) -> "PaperFigure":
+    "Draw a question and what was found; the table is its twin. Raises ModuleNotFoundError without matplotlib."
+    from foco.visualize import styled                               # drawing needs matplotlib, which searching does not
+    return styled(_draw_sheet)(search, table, image, _as_texts(texts), _as_texts(without), columns)
+
+def _draw_sheet(search, table, image, texts, without, columns):
+    from foco.visualize import GREY, _figure, _result_panel
     cells = [("", None, None)] * (image is not None) + [(f"{r.rank}  {r.score:.2f}", r.row, r.file) for r in table.itertuples()]
     columns = min(columns, max(len(cells), 3)); rows = max(1, -(-len(cells) // columns))
     fig, axes = _figure(1.5 * columns, 1.75 * rows + .4, rows, columns)
@@ -186,7 +190,7 @@ def contact_sheet(search: Search, table: pd.DataFrame, # as `query` gives it
         if picture is None: ax.text(.5, .5, "gone", ha="center"); ax.set_title(title, loc="center")
         else: ax.axis("on"); _result_panel(ax, picture, title or "reference", "black" if row is None else GREY, 2 if row is None else .8)
         if name: ax.text(.5, -.03, _caption(printable(name)), transform=ax.transAxes, ha="center", va="top", fontsize=6, color=GREY, parse_math=False)
-    fig.suptitle("\n".join(textwrap.wrap(question(_as_texts(texts), _as_texts(without), image is not None), 16 * columns)), x=.01, ha="left", parse_math=False)
+    fig.suptitle("\n".join(textwrap.wrap(question(texts, without, image is not None), 16 * columns)), x=.01, ha="left", parse_math=False)
     return fig
 
 # %% ../nbs/09_search.ipynb #84c71883
@@ -257,7 +261,7 @@ def _options() -> argparse.ArgumentParser:
     p.add_argument("--json", action="store_true", help="print results for a program")
     return p
 
-# %% ../nbs/09_search.ipynb #ed72a89e
+# %% ../nbs/09_search.ipynb #efed8eca
 def _ask(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
     "Parse arguments; a question that makes no sense exits with 2."
     a = parser.parse_args(argv)
@@ -269,6 +273,10 @@ def _ask(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argpars
     if a.sheet and Path(a.sheet).suffix.lower() not in (".html", ".htm", ".png"): parser.error(f"--sheet {a.sheet}; expected a name that ends in .html or .png")
     if a.sheet and not Path(a.sheet).expanduser().absolute().parent.is_dir(): parser.error(f"--sheet {a.sheet}: no such folder")
     return a
+
+def _need_drawing(sheet: str):
+    try: importlib.import_module("foco.visualize")
+    except ModuleNotFoundError as e: raise ModuleNotFoundError(f"--sheet {sheet}: {e}; or name a sheet that ends in .html, which needs nothing", name=e.name) from e
 
 def _filter(search: Search, a: argparse.Namespace) -> np.ndarray | None: # (N,) bool
     keep = search.gallery.mask(a.files)
@@ -287,6 +295,7 @@ def _report(search: Search, a: argparse.Namespace, table: pd.DataFrame) -> str:
     return json.dumps({"query": asked, "pictures": len(search.gallery), "skipped": search.gallery.problems, "results": results}, indent=1)
 
 def _search(a: argparse.Namespace, say) -> None:
+    if a.sheet and Path(a.sheet).suffix.lower() == ".png": _need_drawing(a.sheet)    # said before an hour of encoding, not after it
     source, composer = open_source(a.gallery), open_composer(a.method, a.checkpoint, a.backbone, a.pretrained)
     index = Path(a.index).expanduser() if a.index else default_index(a.gallery, composer.backbone)
     if not (index/"gallery.json").exists(): say(f"features are kept in {index} ({len(source):,} files to look at; --index names another folder)")

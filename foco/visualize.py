@@ -214,7 +214,7 @@ def _colour_bar(fig, axes, norm, label="times uniform attention", ramp=HEAT, **k
     bar.outline.set_visible(False); bar.ax.tick_params(labelsize=FONT)
     return bar
 
-# %% ../nbs/07_visualize.ipynb #7c221e03
+# %% ../nbs/07_visualize.ipynb #923321da
 @styled
 def show_attention(gaze: Gaze,
                    heads: bool = False,     # each head beside the mean, a row for each text
@@ -229,12 +229,14 @@ def show_attention(gaze: Gaze,
     w, h = gaze.picture.size
     width = min(2. * max(1, min(w / h, 1.6)), 10 / cols)
     titles = [_wrapped(text, width) for text in gaze.texts]
-    fig, axes = _figure(width * cols + .8, min(width * h / w, 3.) * rows + .17 * sum(t.count("\n") + 2 for t in titles[:rows]), rows, cols)
+    height = min(width * h / w, 3.)
+    fig, axes = _figure(width * cols + .8, height * rows + (.4 if heads else .17 * (titles[0].count("\n") + 2)), rows, cols)
     for t in range(T):
         mask = gaze.masks[t] if gaze.masks is not None else None
         for n, values in enumerate(maps[t]):
-            title = titles[t] if n == 0 else f"head {n}" if t == 0 else ""
+            title = titles[t] if not heads else "" if t else f"head {n}" if n else "mean of heads"
             _picture_panel(axes[t, n] if heads else axes[0, t + 1], gaze, values, norm, mask, title)
+        if heads: axes[t, 0].set_ylabel(_wrapped(gaze.texts[t], height))
     if not heads: _picture_panel(axes[0, 0], gaze, title="picture")
     _colour_bar(fig, axes.flat, norm, extend="max" if highest > norm.vmax else "neither")
     return fig

@@ -141,6 +141,11 @@ for script in scripts:
     try: script.load()()
     except SystemExit as e: print(script.name, e.code)
     except ModuleNotFoundError as e: print(script.name, "needs more:", e)
+from pathlib import Path
+from foco.search import main
+Path("drawings").mkdir(); [bench.images[n].save(f"drawings/{n}.png") for n in range(4)]
+print("a sheet in HTML:", main(["--gallery", "drawings", "--image", "0.png", "--text", "at night", "-k", "2", "--sheet", "s.html"]), Path("s.html").exists())
+print("a sheet in PNG:", main(["--gallery", "drawings", "--text", "at night", "--index", "other", "--sheet", "s.png"]), Path("other").exists())
 """
 
 
@@ -154,8 +159,8 @@ def test_wheel_works_alone_and_says_which_extra_is_missing(wheel, tmp_path):
     for extra, of in (("blip", "a BLIP needs transformers"), ("blip", "roberta-ViT-B-32: its text tower needs transformers"), ("paper", "drawing needs matplotlib"), ("llm", "needs s")):
         assert re.search(rf"ModuleNotFoundError .*{re.escape(of)}.*pip install 'foco\[{extra}\]'", out), (of, out)
     assert "HubError no FoCo 'someone/nothing' on this computer, and none from the hub (" in out and "Traceback" not in out + done.stderr
-    assert all(f"{s} 0" in out for s in ("foco_ablations", "foco_baselines", "foco_check_data", "foco_decompose", "foco_index_shards", "foco_reproduce", "foco_train"))
-    assert "foco_search needs more: drawing needs matplotlib: pip install 'foco[paper]'" in out     # contact sheets
+    assert all(f"{s} 0" in out for s in ("foco_ablations", "foco_baselines", "foco_check_data", "foco_decompose", "foco_index_shards", "foco_reproduce", "foco_search", "foco_train"))
+    assert "a sheet in HTML: 0 True" in out and "a sheet in PNG: 1 False" in out and "foco_search: --sheet s.png: drawing needs matplotlib: pip install 'foco[paper]'" in done.stderr
 
 
 # ---- the models that come with it, and sharing one

@@ -1,5 +1,5 @@
 """Search in folders of one's own: what happens to an index while files come, go, change and break, and what the command says."""
-import io, json, os, random, shutil, signal, socket, sys, tarfile, time
+import functools, importlib, io, json, os, random, shutil, signal, socket, sys, tarfile, time
 from pathlib import Path
 
 import numpy as np, pytest, torch
@@ -46,6 +46,21 @@ def folder(tmp_path):
 
 @pytest.fixture(scope="module")
 def foco(on_cpu): return open_composer(device="cpu")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def opened_once(on_cpu):
+    "What the command opens, it opens the first time only: a method with the same arguments is the same."
+    with pytest.MonkeyPatch.context() as m: m.setattr("foco.search.open_composer", functools.cache(open_composer)); yield
+
+
+@pytest.fixture(scope="module")
+def still(foco, tmp_path_factory):
+    "A folder that no test changes, with its index."
+    folder = tmp_path_factory.mktemp("still")/"photos"
+    for n in range(12): put(folder/("a" if n % 2 else "b")/f"{n:02d}.png", n)
+    Gallery.build(folder, foco.backbone, default_index(folder, foco.backbone))
+    return folder
 
 
 def same(one, other):
@@ -221,9 +236,9 @@ def test_a_reference_is_recognised_by_its_content_not_by_its_path(folder, foco, 
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_every_method_answers_every_kind_of_question(folder, method):
+def test_every_method_answers_every_kind_of_question(still, method):
     composer = open_composer(method, device="cpu")
-    search = Search(Gallery.build(folder, composer.backbone), composer)
+    search = Search(Gallery.load(default_index(still, composer.backbone), composer.backbone, still), composer)
     for ask in (dict(image="a/01.png"), dict(texts="a red car"), dict(image="a/01.png", texts=["make it red", "at night"], without=["a tree", "snow"]), dict(texts=["a car", "at night"], without="snow")):
         found = search.query(**ask, k=5)
         assert len(found) == 5 and found["score"].is_monotonic_decreasing and np.isfinite(found["score"]).all() and found["score"].abs().max() <= 1.0001
@@ -266,8 +281,8 @@ def test_command(folder, capsys, tmp_path):
     (("--image", "nowhere.jpg"), 1, "no such file: nowhere.jpg"), (("--text", "a", "-k", "13"), 1, "k=13, but 12 pictures can be ranked"), (("--text", "a", "--where", "year"), 2, "expected COLUMN=VALUE"),
     (("--text", "a", "--where", "year=2020"), 1, "there is no metadata 'year'"), (("--text", "a", "--sheet", "x.pdf"), 2, "ends in .html or .png"), (("--text", "a", "--sheet", "nowhere/x.png"), 2, "no such folder"),
     (("--text", "a", "--backbone", "ViT-L-14"), 1, "FoCo needs a checkpoint that was trained on ViT-L-14"), (("--text", "a", "--checkpoint", "nowhere"), 1, "foco.json"), (("--text", "a", "--method", "best"), 2, "invalid choice")])
-def test_what_the_command_says_to_a_wrong_question(folder, capsys, argv, code, words):
-    found, out, err = run(capsys, "--gallery", folder, *argv)
+def test_what_the_command_says_to_a_wrong_question(still, capsys, argv, code, words):
+    found, out, err = run(capsys, "--gallery", still, *argv)
     assert found == code and words in err and out == "" and "Traceback" not in err
 
 
@@ -281,6 +296,21 @@ def test_command_where_it_cannot_write_or_nothing_is_there(folder, capsys, tmp_p
     def missing(*args, **options): raise MissingWeights("ViT-L-14: put the file there")
     monkeypatch.setattr("foco.search.load_backbone", missing)
     code, out, err = run(capsys, "--gallery", folder, "--text", "a", "--method", "average", "--backbone", "ViT-L-14"); assert code == 1 and err.strip() == "foco_search: ViT-L-14: put the file there"
+
+
+def test_without_matplotlib_a_sheet_is_html_and_a_png_is_refused_before_any_work(folder, capsys, tmp_path, monkeypatch):
+    for name in [n for n in sys.modules if n.partition(".")[0] == "matplotlib" or n == "foco" or n.startswith("foco.")]: monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)                            # as if it were not installed, for a foco that is imported anew
+    bare = importlib.import_module("foco.search"); assert "foco.visualize" not in sys.modules
+    with monkeypatch.context() as m:
+        m.setattr(bare, "open_composer", lambda *args: pytest.fail("a model was loaded")); m.setattr(bare, "open_source", lambda *args: pytest.fail("files were read"))
+        assert bare.main(["--gallery", str(folder), "--text", "a", "--sheet", str(tmp_path/"s.PNG")]) == 1
+    out, err = capsys.readouterr(); assert out == "" and len(err.splitlines()) == 1 and err.startswith("foco_search: --sheet") and "drawing needs matplotlib: pip install 'foco[paper]'" in err and ".html" in err
+    assert sorted(p.name for p in folder.iterdir()) == ["a", "b"] and not (tmp_path/"s.PNG").exists()
+    assert bare.main(["--gallery", str(folder), "--image", "a/01.png", "--text", "a", "-k", "3", "--sheet", str(tmp_path/"s.html")]) == 0
+    assert (tmp_path/"s.html").read_text(encoding="utf-8").count("<img ") == 4 and "foco.visualize" not in sys.modules
+    composer = bare.open_composer(); search = bare.Search(bare.Gallery.load(bare.default_index(folder, composer.backbone), composer.backbone, folder), composer)
+    with pytest.raises(ModuleNotFoundError, match="drawing needs matplotlib"): bare.contact_sheet(search, search.query(texts="a", k=1))
 
 
 def test_strange_names(tmp_path, foco, capsys):

@@ -1,6 +1,8 @@
 "Maps against the real preprocessing, tables against brute force, figures against their tables."
 import ast
+import io
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import matplotlib
@@ -10,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from matplotlib.backends.backend_pdf import PdfPages
 from open_clip.transform import PreprocessCfg, image_transform_v2
 from PIL import Image
 
@@ -176,6 +179,30 @@ def test_a_region_that_was_cut_off():
     assert row["attention %"] == row["area %"] == 0 and np.isnan(row["times uniform"])
 
 
+def values_drawn(ax, ramp, top, bottom=0.):
+    "Read a map back from a panel of a white picture: there the colour is the ramp's."
+    colours, drawn = ramp(np.linspace(0, 1, 256))[:, :3], np.asarray(ax.images[0].get_array())
+    return bottom + (top - bottom) * np.abs(drawn.reshape(-1, 1, 3) - colours).sum(-1).argmin(1).reshape(drawn.shape[:2]) / 255
+
+
+def test_what_is_drawn_is_what_the_tables_say():
+    "Attention is read back from the pixels of each panel, summed by region, and compared with the text twin."
+    g = replace(some_gaze((64, 48), T=2, heads=2, resize="squash"), picture=Image.new("RGB", (64, 48), "white"))
+    regions = {"left": np.arange(64)[None].repeat(48, 0) < 32, "top": np.arange(48)[:, None].repeat(64, 1) < 12}
+    def agrees(ax, table, ramp, norm):
+        drawn = values_drawn(ax, ramp, norm.vmax, norm.vmin); assert len(table) == 2
+        for r in table.itertuples(): assert abs(100 * drawn[regions[r.region]].sum() / drawn.sum() - r._asdict()["share"]) < 1., (r, ax.get_title("center"))
+    share = lambda table: table.rename(columns={"attention %": "share"})
+    table, bar = share(attention_table(g, regions, heads=True)), lambda fig, n=-1: matplotlib.colors.Normalize(*fig.axes[n].get_ylim())
+    fig = show_attention(g, smooth=False)
+    for t, ax in enumerate(fig.axes[1:3]): agrees(ax, table[(table["text"] == g.texts[t]) & (table["head"] == "mean")], HEAT, bar(fig))
+    fig = show_attention(g, heads=True, smooth=False)
+    for n, ax in enumerate(fig.axes[:6]): agrees(ax, table[(table["text"] == g.texts[n // 3]) & (table["head"] == ("mean", 1, 2)[n % 3])], HEAT, bar(fig))
+    fig, table = show_background(g, 1, smooth=False), share(background_table(g, regions)).query("text == 'text 1'")
+    agrees(fig.axes[1], table[table["weights"] == "attention"], HEAT, bar(fig, 4))
+    for ax, ramp, n in ((fig.axes[2], HEAT, 4), (fig.axes[3], SHADE, 5)): agrees(ax, table[table["weights"] == "background"], ramp, bar(fig, n))
+
+
 def test_background_weights_are_the_papers():
     g = some_gaze()
     a = g.attention.mean(1)
@@ -327,26 +354,35 @@ def test_many_stages_entries_and_methods():
 
 # ---- all figures
 
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory):
+    "One PDF for all figures: cutting fonts down to the letters that are used costs more than drawing, and is done when it is closed."
+    path = tmp_path_factory.mktemp("pages")/"all.pdf"
+    with matplotlib.rc_context({"pdf.fonttype": 42}):
+        yield (pdf := PdfPages(path))
+        with warnings.catch_warnings(): warnings.simplefilter("error"); pdf.close()
+    assert path.read_bytes()[:4] == b"%PDF" and path.stat().st_size > 5000
+
+
 FIGURES = {
-    "attention": lambda b, s: show_attention(some_gaze()), "heads": lambda b, s: show_attention(some_gaze(), heads=True),
+    "attention": lambda b, s: show_attention(some_gaze()), "heads": lambda b, s: show_attention(some_gaze(T=2, heads=2), heads=True),
     "outlined": lambda b, s: show_attention(some_gaze(masks=[np.tri(200, 301), None]), smooth=False, top=2),
-    "narrow": lambda b, s: show_attention(some_gaze((40, 300))), "many": lambda b, s: show_attention(some_gaze(T=7)),
+    "narrow": lambda b, s: show_attention(some_gaze((40, 300))), "many": lambda b, s: show_attention(some_gaze(T=5)),
     "background": lambda b, s: show_background(some_gaze(), 1), "padded": lambda b, s: show_attention(some_gaze(resize="longest")),
-    "query": lambda b, s: show_query(b, s, 0), "queries": lambda b, s: show_queries(b, s), "history": lambda b, s: plot_history(history()),
+    "query": lambda b, s: show_query(b, s, 0), "queries": lambda b, s: show_queries(b, s, k=2), "history": lambda b, s: plot_history(history()),
     "scores": lambda b, s: plot_scores(scores()), "kinds": lambda b, s: plot_by_kind(kinds()), "similarities": lambda b, s: plot_similarities(cosines()),
 }
 
 
 @pytest.mark.parametrize("name", FIGURES)
-def test_every_figure(name, benchmark, similarities, tmp_path):
-    "One font size, no change of matplotlib's settings, no warning, and files that are the same each time."
+def test_every_figure(name, benchmark, similarities, pages):
+    "One font size, no change of matplotlib's settings, no warning, and it can be drawn as pixels and as a page."
     before = dict(matplotlib.rcParams)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         fig = FIGURES[name](benchmark, similarities)
-        paths = save_figure(fig, tmp_path / "new", name, dpi=50)
-    assert dict(matplotlib.rcParams) == before and isinstance(fig, PaperFigure)
-    assert [p.name for p in paths] == [f"{name}.pdf", f"{name}.png"] and all(p.stat().st_size > 500 for p in paths)
+        fig.savefig(png := io.BytesIO(), dpi=50); n = pages.get_pagecount(); pages.savefig(fig)
+    assert dict(matplotlib.rcParams) == before and isinstance(fig, PaperFigure) and png.getvalue()[1:4] == b"PNG" and pages.get_pagecount() == n + 1
     sizes = {t.get_fontsize() for t in fig.findobj(matplotlib.text.Text) if t.get_visible() and t.get_text()}
     assert sizes == {FONT}
     width, height = fig.get_size_inches()
@@ -354,10 +390,11 @@ def test_every_figure(name, benchmark, similarities, tmp_path):
 
 
 def test_files_are_reproducible(tmp_path):
-    one, two = (save_figure(plot_scores(scores()), tmp_path, n) for n in ("a", "b"))
+    one, two = (save_figure(plot_scores(scores()), tmp_path/"new", n, dpi=50) for n in ("a", "b"))
     assert [p.read_bytes() for p in one] == [p.read_bytes() for p in two]
+    assert [p.name for p in one] == ["a.pdf", "a.png"] and all(p.stat().st_size > 500 for p in one)
     for bad in ("a/b", "a.png", "../a"):
-        with pytest.raises(ValueError, match="expected a bare name"): save_figure(plot_scores(scores()), tmp_path, bad)
+        with pytest.raises(ValueError, match="expected a bare name"): save_figure(None, tmp_path, bad)
 
 
 def test_more_is_darker_in_print():

@@ -189,7 +189,9 @@ def _encode_new(source, backbone: Backbone, journal: _Journal, todo: Sequence[tu
     finally: journal.write()
     return n
 
-# %% ../../nbs/galleries/01_gallery.ipynb #2c26da96
+# %% ../../nbs/galleries/01_gallery.ipynb #80205132
+def _count(n: int, what: str) -> str: return f"{n:,} {what}{'s' * (n != 1)}"
+
 class Built(NamedTuple):
     "What a build found, and what it did."
     pictures: int
@@ -202,12 +204,12 @@ class Built(NamedTuple):
     seconds: float
 
     def __str__(self):
-        said = f"{self.pictures:,} pictures ({self.new:,} new, {self.changed:,} changed, {self.gone:,} gone)"
+        said = f"{_count(self.pictures, 'picture')} ({self.new:,} new, {self.changed:,} changed, {self.gone:,} gone)"
         if self.encoded: said += f"; {self.encoded:,} encoded in {self.seconds:.1f} s"
         if self.skipped:
             first = "; ".join(f"{n}: {why}" for n, why in list(self.skipped.items())[:3])
-            said += f"\n{len(self.skipped):,} files could not be read and were skipped: {first}{'; ...' * (len(self.skipped) > 3)}"
-        if self.foreign: said += f"\n{sum(self.foreign.values()):,} files of other kinds were left out ({', '.join(f'{n:,} {k}' for k, n in self.foreign.items())}); convert them to JPEG or PNG to search them"
+            said += f"\n{_count(len(self.skipped), 'file')} could not be read: {first}{'; ...' * (len(self.skipped) > 3)}"
+        if self.foreign: said += f"\nleft out: {_count(self.foreign.total(), 'file')} of other kinds ({', '.join(f'{n:,} {k}' for k, n in self.foreign.items())}); to be searched, they must become JPEG or PNG"
         return said
 
 # %% ../../nbs/galleries/01_gallery.ipynb #1ebf0847
