@@ -1261,6 +1261,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                 'foco.reproduce._lacks': ('reproduce.html#_lacks', 'foco/reproduce.py'),
                                 'foco.reproduce._options': ('reproduce.html#_options', 'foco/reproduce.py'),
                                 'foco.reproduce._parse': ('reproduce.html#_parse', 'foco/reproduce.py'),
+                                'foco.reproduce._shown_steps': ('reproduce.html#_shown_steps', 'foco/reproduce.py'),
                                 'foco.reproduce._trained': ('reproduce.html#_trained', 'foco/reproduce.py'),
                                 'foco.reproduce.ablation_steps': ('reproduce.html#ablation_steps', 'foco/reproduce.py'),
                                 'foco.reproduce.evaluate_step': ('reproduce.html#evaluate_step', 'foco/reproduce.py'),

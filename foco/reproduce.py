@@ -34,7 +34,7 @@ def _trained(run: str, out: str, splits: Iterable[tuple], folder: str, minutes: 
     train = replace(train_step(run, out, minutes, **settings), tags=("train", *tags), needs=needs)
     return [train, *(evaluate_step(run, b, s, folder, needs=(train.name,), tags=tags, checkpoint=f"{out}/models/{run}/foco", method="foco", **(more or {}), **o) for b, s, o in splits)]
 
-# %% ../nbs/10_reproduce.ipynb #44838e37
+# %% ../nbs/10_reproduce.ipynb #ca7272d2
 def toyworld_steps(quick: bool = False, into: str = ".", out: str = "_out/reproduce", seeds: Sequence[int] = (0, 1, 2), base: str = "centred") -> list[Step]: # base: of the ablations
     "The chain on ToyWorld; quick: the same in small."
     into = "" if into in (".", "") else f"{into}/"
@@ -57,20 +57,26 @@ def toyworld_steps(quick: bool = False, into: str = ".", out: str = "_out/reprod
                 run = f"{name}-seed{seed}" if read_name(name)[0] in (*BASELINES, "foco") else name
                 steps += [Step(f"baselines/{run}", "foco.baselines", dict(methods=name, seeds=str(seed), jobs=0, out=f"{out}/baselines", results=compared), (f"baselines/{name.removesuffix('+pdv')}-seed{seed}",) if name.endswith("+pdv") else (),
                                (f"{compared}/{run}",), tags=("baselines",), minutes=6 if name.startswith("slerptat") else 2)]
-    tables = tuple(Step(f"paper/{name}", f"paper/{n}.ipynb", dict(results=compared, figures=figures), tuple(s.name for s in steps if "baselines" in s.tags), (f"{figures}/table-{name}.*",), () if not quick else (compared,), ("paper",), .3)
-                   for n, name in (("02_baselines", "baselines"), ("03_fashioniq", "fashioniq"), ("04_cirr_circo", "cirr-circo"), ("05_genecis", "genecis")))
-    measured = f"{results}/ablations" if not quick else "results/toyworld/ablations"
-    tables += (Step("paper/ablations", "paper/06_ablations.ipynb", dict(results=measured, figures=figures), tuple(s.name for s in steps if s.name.startswith("ablations/")), (f"{figures}/table-ablations.*", f"{figures}/ablations.*", f"{figures}/figure3.*"), (measured,), ("paper",), .3),
-               Step("paper/probes", "paper/07_probes.ipynb", dict(models=json.dumps({"default": f"{out}/models/default-seed{seeds[0]}/foco", "as printed": f"{out}/models/paper-seed{seeds[0]}/foco"}), n_per_kind=10 if quick else 100, figures=figures),
-                    (f"train/default-seed{seeds[0]}", f"train/paper-seed{seeds[0]}"), (f"{figures}/table-grounding.csv", f"{figures}/table-probes.csv", f"{figures}/table-paraphrase.csv", f"{figures}/training-*"), tags=("paper",), minutes=2))
-    shown = dict(checkpoint=f"{out}/models/default-seed{seeds[0]}/foco", results=results, figures=figures, out=f"{out}/shown", **({"n_per_kind": 10} if quick else {}))
-    return steps + [
-        Step("evaluate/shown", "06_evaluate.ipynb", shown, tuple(s.name for s in steps if s.name.startswith("evaluate/") and "ablation" not in s.tags) + (f"train/default-seed{seeds[0]}",), (f"{figures}/toyworld-edits-val.*",), minutes=1),
+    return steps + _shown_steps(steps, results, figures, compared, out, seeds, quick) + [
         Step("visualize", "07_visualize.ipynb", minutes=1),
         Step("performance", "11_performance.ipynb", dict(figures=figures), reads=("results/performance",), makes=(f"{figures}/performance-*",), minutes=.5),
         Step("performance/measure", "11_performance.ipynb", dict(measure=True, quick=quick, out=f"{into}results/performance"), tags=("slow",), minutes=60),
         Step("paper/composing", "paper/01_composing.ipynb", dict(results="results/toyworld"), reads=("results/toyworld/composing",), minutes=1.5),
-        *tables,
+    ]
+
+def _shown_steps(steps: Sequence[Step], results: str, figures: str, compared: str, out: str, seeds: Sequence[int], quick: bool) -> list[Step]: # steps: all that compute
+    of, measured = lambda tag: tuple(s.name for s in steps if tag in s.tags), f"{results}/ablations" if not quick else "results/toyworld/ablations"     # the quick chain shows the committed ones
+    model, few = f"{out}/models/default-seed{seeds[0]}/foco", {"n_per_kind": 10} if quick else {}
+    trained, drawn = (f"train/default-seed{seeds[0]}",), dict(checkpoint=model, figures=figures)
+    tables = [Step(f"paper/{name}", f"paper/{n}.ipynb", dict(results=compared, figures=figures), of("baselines"), (f"{figures}/table-{name}.*",), () if not quick else (compared,), ("paper",), .3)
+              for n, name in (("02_baselines", "baselines"), ("03_fashioniq", "fashioniq"), ("04_cirr_circo", "cirr-circo"), ("05_genecis", "genecis"))]
+    return tables + [
+        Step("paper/ablations", "paper/06_ablations.ipynb", dict(results=measured, figures=figures), of("ablation") if not quick else (), (f"{figures}/table-ablations.*", f"{figures}/ablations.*", f"{figures}/figure3.*"), () if not quick else (measured,), ("paper",), .3),
+        Step("paper/probes", "paper/07_probes.ipynb", dict(models=json.dumps({"default": model, "as printed": f"{out}/models/paper-seed{seeds[0]}/foco"}), figures=figures, **few), (*trained, f"train/paper-seed{seeds[0]}"),
+             (f"{figures}/table-grounding.csv", f"{figures}/table-probes.csv", f"{figures}/table-paraphrase.csv", f"{figures}/training-*"), tags=("paper",), minutes=2),
+        Step("paper/figures", "paper/08_figures.ipynb", drawn, trained, (f"{figures}/figure1.*", f"{figures}/figure2.*"), tags=("paper",), minutes=1),
+        Step("paper/attention-retrieval", "paper/09_attention_retrieval.ipynb", drawn | dict(results=None) | few, trained, (f"{figures}/figure4.*", f"{figures}/failures.*", f"{figures}/more-retrieval.*"), tags=("paper",), minutes=1.5),
+        Step("evaluate/shown", "06_evaluate.ipynb", dict(results=results, out=f"{out}/shown") | drawn | few, (*(n for n in of("evaluate") if n not in of("ablation")), *trained), (f"{figures}/toyworld-edits-val.*",), minutes=1),
     ]
 
 def ablation_steps(rows: Sequence[str], base: str, seeds: Sequence[int], out: str, splits: Iterable[tuple], folder: str, rules: str, **settings) -> list[Step]:
