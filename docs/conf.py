@@ -32,7 +32,7 @@ html_theme = "furo"
 html_static_path = ["style.css"]
 html_css_files = ["style.css"]
 html_copy_source = False
-html_show_sphinx = False
+html_show_sphinx = html_show_copyright = False
 
 
 # ---- docstrings: plain text, `names` in backticks
@@ -61,8 +61,12 @@ def comments_of(obj):
         fields = is_dataclass(obj) or hasattr(obj, "_fields")
         if not fields: return comments_of(vars(obj)["__init__"]) if "__init__" in vars(obj) else []
         return [c for base in reversed(obj.__mro__) for c in read_comments(base)]
-    obj = getattr(obj, "fget", None) or getattr(obj, "func", None) or getattr(obj, "__func__", obj)
-    return read_comments(inspect.unwrap(obj))
+    return read_comments(inspect.unwrap(function_of(obj)))
+
+
+def function_of(obj):
+    "What is behind a property, a cached one, or a method of the class."
+    return getattr(obj, "fget", None) or getattr(obj, "func", None) or getattr(obj, "__func__", obj)
 
 
 def read_comments(obj):
@@ -76,16 +80,25 @@ def describe(app, what, name, obj, options, lines):
     "Make reStructuredText of a docstring, and add the comments of the header."
     if what == "data": lines.clear() # the docstring of its type
     lines[:] = [to_rst(l) for l in lines]
+    if name == "foco": lines += ["", ", ".join(f":py:obj:`{n} <foco.{home}.{n}>`" for n, home in obj._HOMES.items())]
     if what not in ("class", "exception", "function", "method", "property"): return
     for names, text in comments_of(obj):
         if not names: lines += ["", ".. rst-class:: shapes", "", to_rst(text)]
         else: lines += ["", f"- **{', '.join(names)}**: {to_rst(text)}"]
 
 
-def is_field(app, what, name, obj, skip, options):
-    "Fields stand in the signature and among the comments: not a third time as attributes."
+def is_ours(obj): return (getattr(function_of(obj), "__module__", None) or "foco").startswith("foco")
+
+
+def say_less(app, what, name, obj, options, signature, returns):
+    "No signature for a class whose constructor is that of another project's class."
+    if what in ("class", "exception") and not (is_ours(obj.__init__) or hasattr(obj, "_fields")): return "", returns
+
+
+def choose(app, what, name, obj, skip, options):
+    "Fields stand in the signature and among the comments: not a third time as attributes. Nor what another project puts into a class."
     shown = callable(obj) or isinstance(obj, (property, cached_property, classmethod, staticmethod))
-    return True if what == "class" and not shown else skip
+    return True if what == "class" and not (shown and is_ours(obj)) else skip
 
 
 # ---- prose: `name` leads to the object of that name, if there is only one
@@ -109,6 +122,7 @@ def link_names(app, doctree, docname):
 
 def setup(app):
     app.connect("autodoc-process-docstring", describe)
-    app.connect("autodoc-skip-member", is_field)
+    app.connect("autodoc-process-signature", say_less)
+    app.connect("autodoc-skip-member", choose)
     app.connect("doctree-resolved", link_names)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

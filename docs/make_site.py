@@ -81,7 +81,13 @@ def stage_card(text, where):
     return f"{body}\n\n## As data\n\nThe front matter, which `load_card` reads:\n\n```yaml\n{front.strip()}\n```\n", targets
 
 
-def toctree(names, *options): return "\n".join(["```{toctree}", ":titlesonly:", *options, "", *names, "```"])
+def toctree(names, *options): return "\n".join(["```{toctree}", ":titlesonly:", ":hidden:", *options, "", *names, "```"])
+
+
+def summary_of(nb):
+    "The title of a notebook and the line below it."
+    first = source(nb["cells"][0])
+    return re.match(r"# (.+)", first)[1], (re.search(r"^> (.+)", first, re.M) or ["", ""])[1]
 
 
 def api_page(module, page):
@@ -103,10 +109,11 @@ def stage():
         links += [(name(path), t) for t in found]
     top = [n for n in rooms.pop("") if n != "index"]
     trees = {"Notebooks": top, "Rooms": [f"{r}/index" for r in rooms], "Reference": ["api/index", "data_cards/index"]}
-    pages["index.ipynb"]["cells"].append({"cell_type": "markdown", "id": "toctrees", "metadata": {}, "source": "\n\n".join(toctree(names, ":hidden:", f":caption: {c}") for c, names in trees.items())})
-    for room, names in rooms.items(): pages[f"{room}/index.md"] = f"# {ROOMS.get(room, room)}\n\n{toctree(names)}\n"
-    pages["data_cards/index.md"] = f"# Data cards\n\nWhere each data set comes from, how it must lie, and what is known to be wrong with it.\n\n{toctree([p.stem for p in cards()])}\n"
-    pages["api/index.rst"] = "\n".join(["API", "===", "", ".. automodule:: foco", "   :no-members:", "", ".. toctree::", "   :titlesonly:", "", *(f"   {m}" for m in sorted(modules)), ""])
+    said = {page: summary_of(nb) for page, nb in pages.items() if page.endswith(".ipynb")}
+    pages["index.ipynb"]["cells"].append({"cell_type": "markdown", "id": "toctrees", "metadata": {}, "source": "\n\n".join(toctree(names, f":caption: {c}") for c, names in trees.items())})
+    for room, names in rooms.items(): pages[f"{room}/index.md"] = "\n".join([f"# {ROOMS.get(room, room)}", "", *("- [{1}]({0}.ipynb): {2}".format(n, *said[f"{room}/{n}.ipynb"]) for n in names), "", toctree(names), ""])
+    pages["data_cards/index.md"] = "\n".join(["# Data cards", "", "Where each data set comes from, how it must lie, and what is known to be wrong with it.", "", *(f"- [](./{p.name})" for p in cards()), "", toctree([p.stem for p in cards()]), ""])
+    pages["api/index.md"] = "\n".join(["# API", "", "```{eval-rst}", ".. automodule:: foco", "   :no-members:", "```", "", *(f"- [{m}]({m}.rst): {said[modules[m]][1]}" for m in sorted(modules)), "", toctree(sorted(modules)), ""])
     for module, page in modules.items(): pages[f"api/{module}.rst"] = api_page(module, page)
     pages = {where: json.dumps(page) if isinstance(page, dict) else page for where, page in pages.items()}
     pages |= {t: (ROOT/t).read_bytes() for _, t in links if page_of(t) == t and t not in pages and (ROOT/t).is_file()} # pictures, the licence

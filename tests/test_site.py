@@ -4,8 +4,10 @@ The site itself is built only where the extra `docs` is installed, which `dev` l
 """
 import json, re, runpy, subprocess, sys
 from dataclasses import dataclass
+from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
@@ -35,7 +37,7 @@ def test_every_notebook_module_and_card_has_a_page(pages):
     cards = {f"data_cards/{p.name}" for p in (ROOT/"data_cards").glob("*.md")}
     assert len(books) > 60 and len(modules) > 60 and len(cards) > 7
     assert {p for p in pages if p.endswith(".ipynb")} == books
-    assert {p for p in pages if p.startswith("api/")} == modules | {"api/index.rst"}
+    assert {p for p in pages if p.startswith("api/")} == modules | {"api/index.md"}
     assert {p for p in pages if p.startswith("data_cards/")} == cards | {"data_cards/index.md"}
 
 
@@ -43,6 +45,7 @@ def test_notebook_and_api_name_each_other(pages):
     assert "This notebook is {py:mod}`foco.data.pairs`." in json.loads(pages["data/00_pairs.ipynb"])["cells"][0]["source"]
     assert ":doc:`nbs/data/00_pairs </data/00_pairs>`" in pages["api/foco.data.pairs.rst"] and ".. automodule:: foco.data.pairs" in pages["api/foco.data.pairs.rst"]
     assert "This notebook is" not in pages["index.ipynb"]
+    assert "- [foco.data.pairs](foco.data.pairs.rst): " in pages["api/index.md"] and "- [Pairs](00_pairs.ipynb): " in pages["data/index.md"]
 
 
 def test_what_is_hidden_stays_hidden(pages):
@@ -145,6 +148,15 @@ def test_comments_beside_parameters(conf):
     assert of(one) == [([], "(B, D) -> (B,)")] and of(inside) == [] and of(Made) == [([], "a number")] and of(property(one)) == of(one)
     assert of(several) == [(["x", "y_z"], "first `line`"), (["rest"], "second")]
     assert of(Fields) == [(["a"], "of the base"), (["b"], "of its own")] and of(len) == of(str) == []
+
+
+def test_members_that_are_shown(conf):
+    def shown(obj, skip=False): return not conf["choose"](None, "class", "n", obj, skip, None)
+    def ours(): pass
+    ours.__module__ = "foco.x"
+    assert shown(ours) and shown(property(ours)) and shown(cached_property(ours)) and shown(classmethod(ours)) and not shown(ours, skip=True)
+    assert not shown(one) and not shown(cached_property(one)) and not shown(3)
+    assert conf["say_less"](None, "class", "n", Thread, None, "(a)", "") == ("", "") and conf["say_less"](None, "function", "n", one, None, "(a)", "") is None
 
 
 def test_docstrings_are_plain_text(conf):
