@@ -344,11 +344,11 @@ class Thumbs:
         if self.row.children != shown: self.row.children = shown
         if label is not None: self.heading.value = f"<h4>{html.escape(label)}</h4>"
 
-# %% ../nbs/12_explorer.ipynb #b09684e2
+# %% ../nbs/12_explorer.ipynb #86062b9f
 class View:
     "The widgets over an explorer."
     def __init__(self, explorer: Explorer):
-        self.explorer, self._timer, self._drawing, wide = explorer, None, False, {"description_width": "initial"}
+        self.explorer, self._timer, self._drawing, self._read, wide = explorer, None, False, ("", ()), {"description_width": "initial"}
         e, menu = explorer, list(explorer.composers)
         self.text = widgets.Text(description="Text", placeholder="what should be different, or what to find", continuous_update=True, style=wide, layout={"width": "100%", "max_width": "640px"}, tooltip="Results follow as you type")
         self.method = widgets.Dropdown(options=menu, description="Method", style=wide, layout={"width": "205px"}, tooltip="How picture and text become one query")
@@ -378,7 +378,7 @@ class View:
         box = widgets.VBox([widgets.HTML(f"<style>{_CSS}</style>", layout={"display": "none"}), self.starts.box, top, found])
         box.add_class("foco-explorer"); return box
 
-# %% ../nbs/12_explorer.ipynb #09ffe95b
+# %% ../nbs/12_explorer.ipynb #c2f3035e
 @patch
 def do(self: View, act: Callable, *args: Any):
     "Do what a widget asks for, after what was typed; what can't be done is said, and nothing changes."
@@ -389,17 +389,20 @@ def do(self: View, act: Callable, *args: Any):
 def _settle(self: View):
     if self._timer is not None:
         self._timer.cancel(); self._timer = None
-        self._read()
+        self._ask()
 
 @patch
-def _read(self: View): self.explorer._change(text=self.text.value, without=_parts(self.without.value))
+def _ask(self: View):
+    "Search for what the fields say."
+    text, self._read = self.text.value, (self.text.value.strip(), _parts(self.without.value))
+    self.explorer._change(text=text, without=self._read[1])
 
 @patch
 def _typed(self: View, change: dict):
     if self._drawing: return
     if self._timer is not None: self._timer.cancel()
     try: loop = asyncio.get_running_loop()
-    except RuntimeError: self._timer = None; return self.do(self._read) # no kernel: at once
+    except RuntimeError: self._timer = None; return self.do(self._ask) # no kernel: at once
     self._timer = loop.call_later(self.explorer.delay, self.do, lambda: None)
 
 @patch
@@ -415,7 +418,7 @@ def _then(self: View): self.explorer.then(); self.text.focus() # to type what co
 @patch
 def _export(self: View): self.draw(f"written: {self.explorer.export()}")
 
-# %% ../nbs/12_explorer.ipynb #742c41f3
+# %% ../nbs/12_explorer.ipynb #50cfbdb3
 def _figure_of(picture: Image.Image | None, alt: str, caption: str, more: str = "") -> str: # more: HTML
     shown = f'<div class="foco-none">{html.escape(alt)}</div>' if picture is None else f'<img src="{picture_uri(picture, 368)}" alt="{html.escape(alt, quote=True)}">'
     return f"<figure>{shown}{more}<figcaption>{html.escape(caption)}</figcaption></figure>"
@@ -439,8 +442,10 @@ def draw(self: View, said: str = "", wrong: bool = False):
     "Show the state of the explorer, and a remark."
     e = self.explorer; self._drawing = True
     try:
-        if self._timer is None and self.text.value.strip() != e.text.strip(): self.text.value = e.text
-        if self._timer is None and _parts(self.without.value) != e.without: self.without.value = "; ".join(e.without)
+        now, before = (e.text.strip(), e.without), self._read      # only what has changed otherwise is written: a field may be ahead of the search
+        if now[0] != before[0]: self.text.value = e.text
+        if now[1] != before[1]: self.without.value = "; ".join(e.without)
+        self._read = now
         self.turns.value = f'<ol class="foco-turns" aria-label="turns so far">{"".join(f"<li>{html.escape(printable(t))}</li>" for t in e.turns)}</ol>' if e.turns else ""
         self.take_back.disabled = not e.turns
         self.method.value, self.other.value, self.k.value, self.shown.value = e.method, e.other or "", e.k, self._shown()
