@@ -34,7 +34,7 @@ def _trained(run: str, out: str, splits: Iterable[tuple], folder: str, minutes: 
     train = replace(train_step(run, out, minutes, **settings), tags=("train", *tags), needs=needs)
     return [train, *(evaluate_step(run, b, s, folder, needs=(train.name,), tags=tags, checkpoint=f"{out}/models/{run}/foco", method="foco", **(more or {}), **o) for b, s, o in splits)]
 
-# %% ../nbs/10_reproduce.ipynb #ca7272d2
+# %% ../nbs/10_reproduce.ipynb #431fa483
 def toyworld_steps(quick: bool = False, into: str = ".", out: str = "_out/reproduce", seeds: Sequence[int] = (0, 1, 2), base: str = "centred") -> list[Step]: # base: of the ablations
     "The chain on ToyWorld; quick: the same in small."
     into = "" if into in (".", "") else f"{into}/"
@@ -64,6 +64,7 @@ def toyworld_steps(quick: bool = False, into: str = ".", out: str = "_out/reprod
         Step("paper/composing", "paper/01_composing.ipynb", dict(results="results/toyworld"), reads=("results/toyworld/composing",), minutes=1.5),
     ]
 
+# %% ../nbs/10_reproduce.ipynb #e7f177bb
 def _shown_steps(steps: Sequence[Step], results: str, figures: str, compared: str, out: str, seeds: Sequence[int], quick: bool) -> list[Step]: # steps: all that compute
     of, measured = lambda tag: tuple(s.name for s in steps if tag in s.tags), f"{results}/ablations" if not quick else "results/toyworld/ablations"     # the quick chain shows the committed ones
     model, few = f"{out}/models/default-seed{seeds[0]}/foco", {"n_per_kind": 10} if quick else {}
