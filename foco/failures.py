@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 import numpy as np
 import pandas as pd
-from matplotlib.lines import Line2D
+try: from matplotlib.lines import Line2D
+except ModuleNotFoundError as e: raise ModuleNotFoundError("drawing needs matplotlib: pip install 'foco[paper]'", name=e.name) from e
 from .data.benchmark import Benchmark
 from .visualize import GREY, PALETTE, PaperFigure, _array, _figure, _result_panel, _text_panel, first_hit, styled, top_results
 

@@ -123,7 +123,7 @@ def test_names_settings_and_grids():
 def test_one_command_for_several(tmp_path, capfd, monkeypatch):
     "Two processes, one method that fails: it is named, the other is finished, the exit code says so."
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    common = ["--seeds", "0", "--out", str(tmp_path / "o"), "--results", str(tmp_path / "r"), "--benchmarks", "edits:val"]
+    common = ["--seeds", "0", "--out", str(tmp_path / "o"), "--results", str(tmp_path / "r"), "--benchmarks", "genecis:val"]
     overrides = json.dumps({"n_images": 40, "batch_size": 8, "seen": 16})
     assert main(["--methods", "pic2word,foco", *common, "--overrides", overrides]) == 1       # FoCo has no setting `seen`
     said = capfd.readouterr().out
