@@ -81,6 +81,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                 'foco.baselines.baseline': ('baselines.html#baseline', 'foco/baselines.py'),
                                 'foco.baselines.baseline_config': ('baselines.html#baseline_config', 'foco/baselines.py'),
                                 'foco.baselines.baseline_step': ('baselines.html#baseline_step', 'foco/baselines.py'),
+                                'foco.baselines.check_benchmarks': ('baselines.html#check_benchmarks', 'foco/baselines.py'),
                                 'foco.baselines.in_processes': ('baselines.html#in_processes', 'foco/baselines.py'),
                                 'foco.baselines.load_baseline': ('baselines.html#load_baseline', 'foco/baselines.py'),
                                 'foco.baselines.main': ('baselines.html#main', 'foco/baselines.py'),

@@ -6,7 +6,7 @@
 __all__ = ['BASELINES', 'ALPHA', 'PDV_FOUND', 'TRAINING_FREE', 'ALL', 'SCHEDULE', 'LAPTOP', 'SCORED', 'GRIDS', 'PDV_GRID',
            'Entry', 'read_name', 'baseline', 'BaselineConfig', 'baseline_config', 'with_joined', 'baseline_step',
            'train_baseline', 'load_baseline', 'open_training', 'query_milliseconds', 'score_baseline', 'search',
-           'run_one', 'in_processes', 'main']
+           'run_one', 'check_benchmarks', 'in_processes', 'main']
 
 # %% ../nbs/08_baselines.ipynb #30e6129b
 import argparse, json, os, subprocess, sys, tempfile, time, warnings
@@ -337,6 +337,11 @@ def run_one(name: str, seed: int, backbone: Backbone, out: Path, results: Path, 
     return told
 
 # %% ../nbs/08_baselines.ipynb #5d404214
+def check_benchmarks(scored: Sequence[str]): # benchmark:split
+    "Refuse what is no benchmark or no split of it before anything is trained; raises ValueError."
+    if wrong := [b for b in scored if b.count(":") != 1]: raise ValueError(f"--benchmarks: {wrong[0]!r}; expected benchmark:split, such as {SCORED[0]}")
+    for name, split in (b.split(":") for b in scored): open_benchmark(name, split, **({"n_per_kind": 1} if name == "edits" else {}))
+
 def in_processes(tasks: list[list[str]], jobs: int, module: str = "foco.baselines") -> int: # command lines of the module -> how many failed
     "Run a command line in processes of their own, `jobs` at a time, and say what is done and what is left."
     env, began, done = {**os.environ, "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // jobs))}, time.time(), []
@@ -365,8 +370,7 @@ def main(argv: Sequence[str] | None = None) -> int: # 0 done, 1 something failed
     names = list(GRIDS if a.search else ALL) if a.methods == "all" else a.methods.split(",")
     try:
         for name in names: read_name(name)
-        if wrong := [b for b in a.benchmarks.split(",") if b.count(":") != 1]: raise ValueError(f"--benchmarks: {wrong[0]!r}; expected benchmark:split, such as {SCORED[0]}")
-        for b, split in (b.split(":") for b in a.benchmarks.split(",")): open_benchmark(b, split, **({"n_per_kind": 1} if b == "edits" else {}))   # a wrong name shows now, not after an hour
+        check_benchmarks(a.benchmarks.split(","))
         seeds = [int(s) for s in a.seeds.split(",")]
     except ValueError as e: p.error(str(e))
     out, results = project_path(a.out), project_path(a.results)

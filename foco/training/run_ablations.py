@@ -13,11 +13,10 @@ from functools import lru_cache
 from pathlib import Path
 import torch
 from ..backbones import Backbone, load_backbone
-from ..baselines import baseline, in_processes, score_baseline
+from ..baselines import baseline, check_benchmarks, in_processes, score_baseline
 from ..complete import FoCoComposer
 from ..decomposers.rules import Rules
 from ..decomposers.store import captions_of, decompose_captions
-from ..evaluate import open_benchmark
 from ..train import train, training_set
 from .ablations import ABLATIONS, ROWS, RULES
 from .config import TrainConfig, make_config, project_path, provenance, read_overrides
@@ -86,13 +85,13 @@ def main(argv: Sequence[str] | None = None) -> int: # 0 done, 1 something failed
     "Run foco_ablations."
     p = _options(); a = p.parse_args(argv)
     warnings.formatwarning = lambda message, *where: f"note: {message}\n"
-    rows, bases = ALL if a.rows == "all" else a.rows.split(","), a.bases.split(",")
+    bases = a.bases.split(",")
+    def rows(base): return a.rows.split(",") if a.rows != "all" else [r for r in ALL if base in ROWS[r].bases or not ROWS[r].trained]
     try:
         seeds, given = [int(s) for s in a.seeds.split(",")], read_overrides(a.overrides, set())
-        todo = [(base, seed, [r for r in rows if (base in ROWS[r].bases or a.rows != "all") and (ROWS[r].trained or not seed)]) for seed in seeds for base in bases]
-        for base, seed, chosen in todo:
-            for row in chosen: row_config(row, base, seed, **given)
-        for b in a.benchmarks.split(","): open_benchmark(*b.split(":"), **({"n_per_kind": 1} if b.startswith("edits:") else {}))
+        for base, row in ((b, r) for b in bases for r in rows(b)): row_config(row, base, **given)
+        check_benchmarks(a.benchmarks.split(","))
+        todo = [(base, seed, [r for r in rows(base) if ROWS[r].trained or not seed]) for seed in seeds for base in bases]
     except (ValueError, TypeError) as e: p.error(str(e))
     if a.jobs and len(todo) > 1:
         common = [w for k in ("rows", "out", "results", "backbone", "overrides", "benchmarks") for w in (f"--{k}", getattr(a, k))]
