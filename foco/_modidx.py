@@ -1257,6 +1257,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                'foco.reported.reported': ('paper/reported.html#reported', 'foco/reported.py'),
                                'foco.reported.reported_table': ('paper/reported.html#reported_table', 'foco/reported.py')},
             'foco.reproduce': { 'foco.reproduce._annotations': ('reproduce.html#_annotations', 'foco/reproduce.py'),
+                                'foco.reproduce._baseline_steps': ('reproduce.html#_baseline_steps', 'foco/reproduce.py'),
                                 'foco.reproduce._chain': ('reproduce.html#_chain', 'foco/reproduce.py'),
                                 'foco.reproduce._have_weights': ('reproduce.html#_have_weights', 'foco/reproduce.py'),
                                 'foco.reproduce._lacks': ('reproduce.html#_lacks', 'foco/reproduce.py'),

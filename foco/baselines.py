@@ -9,11 +9,12 @@ __all__ = ['BASELINES', 'ALPHA', 'PDV_FOUND', 'TRAINING_FREE', 'ALL', 'SCHEDULE'
            'run_one', 'check_benchmarks', 'in_processes', 'main']
 
 # %% ../nbs/08_baselines.ipynb #30e6129b
-import argparse, json, os, subprocess, sys, tempfile, time, warnings
+import argparse, json, os, shutil, subprocess, sys, tempfile, time, warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, fields, replace
 from importlib import import_module
+from functools import lru_cache
 from itertools import tee
 from pathlib import Path
 import numpy as np
@@ -286,6 +287,7 @@ def _train_foco(config: TrainConfig, backbone: Backbone, cache: Path | str | Non
     model, _ = train(backbone, training, config, out)
     return FoCoComposer(model, backbone), read_card(Path(out) / "foco")
 
+@lru_cache(maxsize=1)
 def _means(backbone: Backbone, data: str = "toyworld") -> FeatureStats: # of 2,000 pictures that no method trains on
     return training_means(backbone, data_source(data).training_pairs(2000, seed=1))
 
@@ -308,7 +310,7 @@ def search(name: str, backbone: Backbone, cache: Path | str | None = None, seed:
             config = replace(config, seen=int(config.seen * share * (.5 if BASELINES[base].load().needs == "pixels" else 1)))
             data = data or open_training(replace(config, seen=config.n_images), backbone, cache)
             with tempfile.TemporaryDirectory() as folder: composer = train_baseline(config, backbone, data, folder)[0]
-        else: composer = baseline(base, backbone, stats=_means(backbone), **tried)
+        else: composer = baseline(base, backbone, stats=_means(backbone) if base == "centred-slerp" else None, **tried)
         trained.append((judge(base, composer, tried, began), composer))
     if f"{base}+pdv" in ALL:                            # PDV learns nothing: it is tried on the best of these
         composer = max(trained, key=lambda x: x[0])[1]
@@ -321,7 +323,7 @@ def run_one(name: str, seed: int, backbone: Backbone, out: Path, results: Path, 
     base, more = read_name(name)
     run, folder, stored = f"{name}-seed{seed}", results / f"{name}-seed{seed}", "float16" if cache else "memory"
     trained = base in BASELINES or base == "foco"
-    if not trained: run, folder, composer, card = name, results / name, baseline(name, backbone, stats=_means(backbone)), {}
+    if not trained: run, folder, composer, card = name, results / name, baseline(name, backbone, stats=_means(backbone) if name == "centred-slerp" else None), {}
     elif base == "foco": composer, card = _train_foco(make_config("default", "laptop", backbone=backbone.name, pretrained=backbone.recipe.pretrained if backbone.recipe.seed is not None else None, seed=seed, features=stored, **given), backbone, cache, out / run)
     else:
         config = baseline_config(name.replace("+pdv", ""), backbone=backbone.name, pretrained=backbone.recipe.pretrained if backbone.recipe.seed is not None else None, seed=seed, features=stored, **given)
@@ -360,6 +362,7 @@ def _options() -> argparse.ArgumentParser:
     p.add_argument("--out", default="_out/baselines", help="checkpoints and cached features go here"); p.add_argument("--results", default="results/toyworld/baselines", help="results go here")
     p.add_argument("--backbone", default="tiny-clip"); p.add_argument("--pretrained", help='weights; "random" for random ones'); p.add_argument("--overrides", default="{}", help="settings for every method as JSON, such as a short seen")
     p.add_argument("--benchmarks", default=",".join(SCORED), help="benchmark:split, joined by commas")
+    p.add_argument("--resume", action=argparse.BooleanOptionalAction, default=True, help="go on with what is in --out; --no-resume: train anew")
     return p
 
 # %% ../nbs/08_baselines.ipynb #c76261c8
@@ -378,6 +381,7 @@ def main(argv: Sequence[str] | None = None) -> int: # 0 done, 1 something failed
     late = lambda name: "+pdv" in name              # on top of a trained method: after it
     tasks = [(n, s) for n in sorted(names, key=late) for s in ([seeds[0]] if a.search or read_name(n)[0] in TRAINING_FREE else seeds)]
     results.mkdir(parents=True, exist_ok=True)
+    for n, s in tasks if not (a.resume or a.search) else (): shutil.rmtree(out / f"{n.replace('+pdv', '')}-seed{s}", ignore_errors=True)
     if a.jobs and len(tasks) > 1:
         lines = [["--methods", n, "--seeds", str(s), *(["--search"] if a.search else []), *common] for n, s in tasks]
         failed = [in_processes([line for line, (n, _) in zip(lines, tasks) if late(n) == turn], a.jobs) for turn in (False, True)]

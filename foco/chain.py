@@ -264,8 +264,8 @@ def run_job(job: dict):
 
 def command_of(module: str, parameters: dict) -> list[str]:
     "Turn parameters into the options of a module's command line."
-    given = [(f"--{k.replace('_', '-')}", v) for k, v in parameters.items() if v is not None and v is not False]
-    return [sys.executable, "-m", module, *(str(x) for name, v in given for x in ((name,) if v is True else (name, v)))]
+    given = [(f"--{'no-' * (v is False)}{k.replace('_', '-')}", v) for k, v in parameters.items() if v is not None]
+    return [sys.executable, "-m", module, *(str(x) for name, v in given for x in ((name,) if isinstance(v, bool) else (name, v)))]
 
 def processes(pid: int) -> list: # psutil.Process
     "A process and all that it started."

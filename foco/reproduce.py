@@ -17,46 +17,46 @@ from .training.ablations import ABLATIONS, ablation_parameters
 # %% ../nbs/10_reproduce.ipynb #ad26dc5c
 _SHOWN = {"edits": "edits", "fashioniq": "FashionIQ", "cirr": "CIRR", "circo": "CIRCO", "genecis": "GeneCIS"}  # as results call them
 
-def train_step(run: str, out: str, minutes: float, **parameters) -> Step: # run: such as "default-seed0"
-    "Train a model into `out`/models/`run`."
-    return Step(f"train/{run}", "05_train.ipynb", parameters | {"out": f"{out}/models/{run}"}, makes=(f"{out}/models/{run}/foco",), minutes=minutes, tags=("train",), resume="resume")
+def train_step(run: str, place: str, minutes: float, **parameters) -> Step: # run: such as "default-seed0"
+    "Train a model into the folder `place`."
+    return Step(f"train/{run}", "05_train.ipynb", parameters | {"out": place}, makes=(f"{place}/foco",), minutes=minutes, tags=("train",), resume="resume")
 
 def evaluate_step(run: str, benchmark: str, split: str, folder: str, # of results; those of a run lie in folder/run
                   hidden: bool = False,                              # labels: files for the server instead of scores
-                  needs: tuple = (), reads: tuple = (), minutes: float = .8, tags: tuple = (), **parameters) -> Step:
-    "Score a run on a split of a benchmark."
+                  also: Sequence[tuple[str, str]] = (),              # more benchmarks and splits, in the same process
+                  needs: tuple = (), reads: tuple = (), minutes: float = .6, tags: tuple = (), **parameters) -> Step:
+    "Score a run on a split of a benchmark, or of several."
     out = f"{folder}/{run}" + f"/{benchmark}-{split}" * hidden
-    makes = (out,) if hidden else (f"{out}/{_SHOWN[benchmark]}-{split}*.json",)
-    return Step(f"evaluate/{run}/{benchmark}-{split}", "06_evaluate.ipynb", dict(benchmark=benchmark, split=split, out=out, results=None, **parameters), needs, makes, reads, ("evaluate", *tags), minutes)
+    makes = (out,) if hidden else tuple(f"{out}/{_SHOWN[b]}-{s}*.json" for b, s in ((benchmark, split), *also))
+    more = {"also": ",".join(f"{b}:{s}" for b, s in also)} if also else {}
+    return Step(f"evaluate/{run}" + f"/{benchmark}-{split}" * (not also), "06_evaluate.ipynb", dict(benchmark=benchmark, split=split, out=out, results=None, **more, **parameters), needs, makes, reads, ("evaluate", *tags), minutes)
 
-def _trained(run: str, out: str, splits: Iterable[tuple], folder: str, minutes: float, settings: dict, more: dict | None = None, tags: tuple = (), needs: tuple = ()) -> list[Step]:
-    "Train a run and evaluate it; splits: (benchmark, split, further options of `evaluate_step`)."
-    train = replace(train_step(run, out, minutes, **settings), tags=("train", *tags), needs=needs)
-    return [train, *(evaluate_step(run, b, s, folder, needs=(train.name,), tags=tags, checkpoint=f"{out}/models/{run}/foco", method="foco", **(more or {}), **o) for b, s, o in splits)]
+def _trained(run: str, out: str, splits: Iterable[tuple], folder: str, minutes: float, settings: dict, more: dict | None = None, tags: tuple = (), needs: tuple = (), place: str = "") -> list[Step]:
+    "Train a run into `place` and evaluate it; splits: (benchmark, split, further options of `evaluate_step`)."
+    place = place or f"{out}/models/{run}"
+    train = replace(train_step(run, place, minutes, **settings), tags=("train", *tags), needs=needs)
+    return [train, *(evaluate_step(run, b, s, folder, needs=(train.name,), tags=tags, checkpoint=f"{place}/foco", method="foco", **(more or {}), **o) for b, s, o in splits)]
 
 # %% ../nbs/10_reproduce.ipynb #431fa483
 def toyworld_steps(quick: bool = False, into: str = ".", out: str = "_out/reproduce", seeds: Sequence[int] = (0, 1, 2), base: str = "centred") -> list[Step]: # base: of the ablations
     "The chain on ToyWorld; quick: the same in small."
     into = "" if into in (".", "") else f"{into}/"
     results, figures, rules = f"{into}results/toyworld", f"{into}figures", f"{out}/decompositions/rules"
-    small = dict(n_images=400, batch_size=24, steps=8, eval_per_kind=0) if quick else {}
-    seeds, splits = (seeds[:1], [("edits", s, dict(n_per_kind=10)) for s in ("val", "test")]) if quick else (seeds, [(b, s, {}) for b in _SHOWN for s in ("val", "test")])
-    steps = [evaluate_step("training-free", b, s, results, checkpoint="none", **o) for b, s, o in splits]
-    for seed in seeds:
-        for variant in ("default", "paper"): steps += _trained(f"{variant}-seed{seed}", out, splits, results, .5 if quick else 9, dict(variant=variant, seed=seed, **small))
+    cache = f"{out}/baselines/cache"                            # of features: every method sees the same pictures
+    settings = dict(n_images=400, batch_size=24, steps=8, eval_per_kind=0) if quick else dict(features="float16", cache=cache, eval_per_kind=0)
+    watch = None if quick else 250                              # steps between the validations that the training curves show
+    seeds, scored = (seeds[:1], [("edits", "val"), ("edits", "test")]) if quick else (seeds, [(b, s) for b in _SHOWN for s in ("val", "test")])
+    splits = [(*scored[0], dict(also=scored[1:], cache=cache, **({"n_per_kind": 10} if quick else {})))]
+    places = {} if quick else {("default", seed): f"{out}/baselines/foco-seed{seed}" for seed in seeds}     # where the comparison looks for it
+    runs = [_trained(f"{variant}-seed{seed}", out, splits, results, .5 if quick else 7, dict(variant=variant, seed=seed, validate_every=watch if seed == seeds[0] else None, **settings), place=places.get((variant, seed), "")) for variant in ("default", "paper") for seed in seeds]
+    steps = [*(s for run in runs for s in run), *(evaluate_step("training-free", b, s, results, checkpoint="none", **o) for b, s, o in splits)]
+    compared = f"{results}/baselines" if not quick else "results/toyworld/baselines"      # the quick chain shows the committed ones
     if quick:
         steps += [Step("decompose/rules", "foco.decomposers.store", dict(data="toyworld", n_images=400, out=rules, backbone="tiny-clip"), makes=(rules,), tags=("ablation",), minutes=1)]
-        steps += ablation_steps(["2a", "3a"], base, seeds, out, splits[:1], f"{results}/ablations", rules, **small)
-    else: # one process trains all rows of a seed
-        steps += [Step(f"ablations/{base}-seed{seed}", "foco.training.run_ablations", dict(bases=base, seeds=str(seed), jobs=0, out=f"{out}/ablations", results=f"{results}/ablations"), makes=(f"{results}/ablations/{base}-*-seed{seed}", *([f"{results}/ablations/{base}-1a"] if seed == seeds[0] else [])), tags=("ablation",), minutes=20) for seed in seeds]
-    compared = f"{results}/baselines" if not quick else "results/toyworld/baselines"      # the quick chain shows the committed ones
-    if not quick:
-        from foco.baselines import ALL, BASELINES, read_name      # late: it takes torch along
-        for name in ALL:
-            for seed in seeds if read_name(name)[0] in (*BASELINES, "foco") else [seeds[0]]:
-                run = f"{name}-seed{seed}" if read_name(name)[0] in (*BASELINES, "foco") else name
-                steps += [Step(f"baselines/{run}", "foco.baselines", dict(methods=name, seeds=str(seed), jobs=0, out=f"{out}/baselines", results=compared), (f"baselines/{name.removesuffix('+pdv')}-seed{seed}",) if name.endswith("+pdv") else (),
-                               (f"{compared}/{run}",), tags=("baselines",), minutes=6 if name.startswith("slerptat") else 2)]
+        steps += ablation_steps(["2a", "3a"], base, seeds, out, [("edits", "val", dict(n_per_kind=10))], f"{results}/ablations", rules, **settings)
+    else: # one process trains all methods, or all rows, of a seed
+        steps += _baseline_steps(out, compared, seeds)
+        steps += [Step(f"ablations/{base}-seed{seed}", "foco.training.run_ablations", dict(bases=base, seeds=str(seed), jobs=0, out=f"{out}/ablations", results=f"{results}/ablations"), makes=(f"{results}/ablations/{base}-*-seed{seed}", *([f"{results}/ablations/{base}-1a"] if seed == seeds[0] else [])), tags=("ablation",), minutes=20, resume="resume") for seed in seeds]
     return steps + _shown_steps(steps, results, figures, compared, out, seeds, quick) + [
         Step("visualize", "07_visualize.ipynb", minutes=1),
         Step("performance", "11_performance.ipynb", dict(figures=figures), reads=("results/performance",), makes=(f"{figures}/performance-*",), minutes=.5),
@@ -65,15 +65,23 @@ def toyworld_steps(quick: bool = False, into: str = ".", out: str = "_out/reprod
     ]
 
 # %% ../nbs/10_reproduce.ipynb #e7f177bb
+def _baseline_steps(out: str, results: str, seeds: Sequence[int]) -> list[Step]:
+    from foco.baselines import ALL, TRAINING_FREE     # late: it takes torch along
+    def step(name, methods, seed, made, **more): return Step(f"baselines/{name}", "foco.baselines", dict(methods=",".join(methods), seeds=str(seed), jobs=0, out=f"{out}/baselines", results=results), makes=tuple(f"{results}/{m}" for m in made), tags=("baselines",), **more)
+    learning = [n for n in ALL if n not in (*TRAINING_FREE, "foco")]
+    return [*(step(f"seed{seed}", learning, seed, [f"{n}-seed{seed}" for n in learning], minutes=30, resume="resume") for seed in seeds), step("training-free", TRAINING_FREE, seeds[0], TRAINING_FREE, minutes=2),
+            *(step(f"foco-seed{seed}", ["foco"], seed, [f"foco-seed{seed}"], minutes=1, needs=(f"train/default-seed{seed}",)) for seed in seeds)]
+
 def _shown_steps(steps: Sequence[Step], results: str, figures: str, compared: str, out: str, seeds: Sequence[int], quick: bool) -> list[Step]: # steps: all that compute
     of, measured = lambda tag: tuple(s.name for s in steps if tag in s.tags), f"{results}/ablations" if not quick else "results/toyworld/ablations"     # the quick chain shows the committed ones
-    model, few = f"{out}/models/default-seed{seeds[0]}/foco", {"n_per_kind": 10} if quick else {}
+    (model,), (printed,) = ([s.makes[0] for s in steps if s.name == f"train/{variant}-seed{seeds[0]}"] for variant in ("default", "paper"))
+    few = {"n_per_kind": 10} if quick else {}
     trained, drawn = (f"train/default-seed{seeds[0]}",), dict(checkpoint=model, figures=figures)
     tables = [Step(f"paper/{name}", f"paper/{n}.ipynb", dict(results=compared, figures=figures), of("baselines"), (f"{figures}/table-{name}.*",), () if not quick else (compared,), ("paper",), .3)
               for n, name in (("02_baselines", "baselines"), ("03_fashioniq", "fashioniq"), ("04_cirr_circo", "cirr-circo"), ("05_genecis", "genecis"))]
     return tables + [
         Step("paper/ablations", "paper/06_ablations.ipynb", dict(results=measured, figures=figures), of("ablation") if not quick else (), (f"{figures}/table-ablations.*", f"{figures}/ablations.*", f"{figures}/figure3.*"), () if not quick else (measured,), ("paper",), .3),
-        Step("paper/probes", "paper/07_probes.ipynb", dict(models=json.dumps({"default": model, "as printed": f"{out}/models/paper-seed{seeds[0]}/foco"}), figures=figures, **few), (*trained, f"train/paper-seed{seeds[0]}"),
+        Step("paper/probes", "paper/07_probes.ipynb", dict(models=json.dumps({"default": model, "as printed": printed}), figures=figures, **few), (*trained, f"train/paper-seed{seeds[0]}"),
              (f"{figures}/table-grounding.csv", f"{figures}/table-probes.csv", f"{figures}/table-paraphrase.csv", f"{figures}/training-*"), tags=("paper",), minutes=2),
         Step("paper/figures", "paper/08_figures.ipynb", drawn, trained, (f"{figures}/figure1.*", f"{figures}/figure2.*"), tags=("paper",), minutes=1),
         Step("paper/attention-retrieval", "paper/09_attention_retrieval.ipynb", drawn | dict(results=None) | few, trained, (f"{figures}/figure4.*", f"{figures}/failures.*", f"{figures}/more-retrieval.*"), tags=("paper",), minutes=1.5),

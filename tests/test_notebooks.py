@@ -80,8 +80,8 @@ def test_evaluate_notebook_on_an_official_format(tmp_path, name):
 
 def test_evaluate_notebook_with_foco_alone(tmp_path):
     "The bundled models without a rival: scores, and nothing to compare them with."
-    run("06_evaluate.ipynb", tmp_path, method="foco", n_per_kind=2, out=str(tmp_path / "scores"))
-    assert sorted(p.name for p in (tmp_path / "scores").glob("*.json")) == ["edits-val.FoCo-paper.json", "edits-val.FoCo.json"]
+    run("06_evaluate.ipynb", tmp_path, method="foco", n_per_kind=2, also="edits:test", out=str(tmp_path / "scores"))
+    assert sorted(p.name for p in (tmp_path / "scores").glob("*.json")) == [f"edits-{split}.FoCo{variant}.json" for split in ("test", "val") for variant in ("-paper", "")]
 
 
 def test_evaluate_notebook_writes_server_files_for_hidden_labels(tmp_path):

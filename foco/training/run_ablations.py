@@ -6,7 +6,7 @@
 __all__ = ['SMALL', 'SCORED', 'ALL', 'row_config', 'of_data', 'run_ablation', 'main']
 
 # %% ../../nbs/training/05_run_ablations.ipynb #3cf51115
-import argparse, json, sys, tempfile, warnings
+import argparse, json, shutil, sys, warnings
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import lru_cache
@@ -17,7 +17,8 @@ from ..baselines import baseline, check_benchmarks, in_processes, score_baseline
 from ..complete import FoCoComposer
 from ..decomposers.rules import Rules
 from ..decomposers.store import captions_of, decompose_captions
-from ..train import train, training_set
+from ..train import check_run, train, training_set
+from ..hub import read_card
 from .ablations import ABLATIONS, ROWS, RULES
 from .config import TrainConfig, make_config, project_path, provenance, read_overrides
 from .features import TrainingSet
@@ -57,9 +58,9 @@ def run_ablation(row: str, base: str, seed: int, backbone: Backbone, out: Path, 
     run = f"{base}-{row}" + f"-seed{seed}" * a.trained
     if a.trained:
         if config.decompositions == RULES: config = replace(config, decompositions=_rules(config, out))
-        with tempfile.TemporaryDirectory() as folder:
-            model, history = train(backbone, _encoded(backbone, of_data(config), cache), config, folder, resume=False, save_every=10**9)
-            card = json.loads((Path(folder) / "foco" / "foco.json").read_text(encoding="utf-8"))
+        check_run(config, out / run, resume=True)
+        model, history = train(backbone, _encoded(backbone, of_data(config), cache), config, out / run)
+        card = read_card(out / run / "foco")
         composer = FoCoComposer(model, backbone)
     else: composer, card, history = baseline("average", backbone), {}, []
     shown = {**asdict(config), "decompositions": "split by rules" if config.decompositions else None} if a.trained else {}
@@ -76,9 +77,10 @@ def _options() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog="foco_ablations", description="Train and score the rows of the ablation table on ToyWorld. The same command goes on where it was stopped.")
     p.add_argument("--rows", default="all", help=f"joined by commas: {', '.join(ROWS)}"); p.add_argument("--bases", default="centred", help="variants that are changed, joined by commas: paper, centred, default")
     p.add_argument("--seeds", default="0,1,2", help="numbers, joined by commas"); p.add_argument("--jobs", type=int, default=2, help="processes at a time; 0: none but this one")
-    p.add_argument("--out", default="_out/ablations", help="cached features go here"); p.add_argument("--results", default="results/toyworld/ablations", help="results go here")
+    p.add_argument("--out", default="_out/ablations", help="checkpoints and cached features go here"); p.add_argument("--results", default="results/toyworld/ablations", help="results go here")
     p.add_argument("--backbone", default="tiny-clip"); p.add_argument("--overrides", default="{}", help="settings of every run as JSON, such as a smaller n_images")
     p.add_argument("--benchmarks", default=",".join(SCORED), help="benchmark:split, joined by commas")
+    p.add_argument("--resume", action=argparse.BooleanOptionalAction, default=True, help="go on with what is in --out; --no-resume: train anew")
     return p
 
 def main(argv: Sequence[str] | None = None) -> int: # 0 done, 1 something failed; a wrong question exits with 2
@@ -93,14 +95,16 @@ def main(argv: Sequence[str] | None = None) -> int: # 0 done, 1 something failed
         check_benchmarks(a.benchmarks.split(","))
         todo = [(base, seed, [r for r in rows(base) if ROWS[r].trained or not seed]) for seed in seeds for base in bases]
     except (ValueError, TypeError) as e: p.error(str(e))
+    out, results = project_path(a.out), project_path(a.results)
+    for base, seed, chosen in todo if not a.resume else ():
+        for row in chosen: shutil.rmtree(out / f"{base}-{row}-seed{seed}", ignore_errors=True)
     if a.jobs and len(todo) > 1:
         common = [w for k in ("rows", "out", "results", "backbone", "overrides", "benchmarks") for w in (f"--{k}", getattr(a, k))]
         return int(in_processes([["--bases", base, "--seeds", str(seed), *common] for base, seed, _ in todo], a.jobs, "foco.training.run_ablations") > 0)
     try:
-        encoder, out, results = load_backbone(a.backbone), project_path(a.out), project_path(a.results)
+        encoder = load_backbone(a.backbone)
         for base, seed, chosen in todo:
             for row in chosen:
-                if (results / f"{base}-{row}{f'-seed{seed}' * ROWS[row].trained}" / "run.json").exists(): continue
                 told = run_ablation(row, base, seed, encoder, out, results, out / "cache", a.benchmarks.split(","), **given)
                 print(f"{told['name']}, seed {told['seed']}: {told['processor seconds'] or 0:.0f} processor seconds", flush=True)
     except KeyboardInterrupt: print("\nstopped; the same command goes on", file=sys.stderr); return 1
