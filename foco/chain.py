@@ -309,9 +309,13 @@ def start(self: Chain, step: Step, threads: int, forced: bool = False) -> Runnin
         process = subprocess.Popen(child, cwd=self.out if step.is_notebook else self.root, env=env, stdin=subprocess.DEVNULL, stdout=f, stderr=subprocess.STDOUT, start_new_session=True)
     return Running(step, process, time.time(), seen)
 
+def _commit(root: Path) -> str | None:
+    try: return subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True).stdout.strip() or None
+    except FileNotFoundError: return None       # no git on this computer
+
 @patch
 def finish(self: Chain, r: Running) -> str: # "": it succeeded; otherwise what went wrong
-    "Keep what an ended process has made, or say why it failed."
+    "Keep what an ended process has made and by which commit, or say why it failed."
     copy, seconds, late = self.copy(r.step, ".unfinished"), time.time() - r.began, ""
     code = r.process.poll()
     if code is None: end(r.process.pid); r.process.wait(); late = f"stopped after {duration(seconds)}, its timeout"
@@ -323,7 +327,7 @@ def finish(self: Chain, r: Running) -> str: # "": it succeeded; otherwise what w
     self.copy(r.step, ".failed").unlink(missing_ok=True)
     made = self.made(r.step)
     if lacks := [p for p, d in made.items() if d is None]: return f"  {r.step.notebook} ran to its end but did not make {', '.join(lacks)}"
-    self.record(r.step.name, seen=r.seen, made=made, seconds=round(seconds, 1), finished=time.strftime("%Y-%m-%d %H:%M"))
+    self.record(r.step.name, seen=r.seen, made=made, seconds=round(seconds, 1), finished=time.strftime("%Y-%m-%d %H:%M"), commit=_commit(self.root))
     return ""
 
 # %% ../nbs/10_chain.ipynb #846b95ad

@@ -4,14 +4,15 @@
 
 # %% auto #0
 __all__ = ['OFFICIAL', 'train_step', 'evaluate_step', 'toyworld_steps', 'ablation_steps', 'official_steps', 'missing_data',
-           'find_root', 'show', 'main']
+           'find_root', 'show', 'write_provenance', 'main']
 
 # %% ../nbs/10_reproduce.ipynb #6f7facdf
 import argparse, json, os, signal, sys, threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
-from .chain import Chain, ChainError, Step, in_order, wrong_parameters
+from .chain import Chain, ChainError, Step, cores, in_order, wrong_parameters
 from .training.ablations import ABLATIONS, ablation_parameters
 
 # %% ../nbs/10_reproduce.ipynb #ad26dc5c
@@ -77,7 +78,7 @@ def _shown_steps(steps: Sequence[Step], results: str, figures: str, compared: st
     (model,), (printed,) = ([s.makes[0] for s in steps if s.name == f"train/{variant}-seed{seeds[0]}"] for variant in ("default", "paper"))
     few = {"n_per_kind": 10} if quick else {}
     trained, drawn = (f"train/default-seed{seeds[0]}",), dict(checkpoint=model, figures=figures)
-    tables = [Step(f"paper/{name}", f"paper/{n}.ipynb", dict(results=compared, figures=figures), of("baselines"), (f"{figures}/table-{name}.*",), () if not quick else (compared,), ("paper",), .3)
+    tables = [Step(f"paper/{name}", f"paper/{n}.ipynb", dict(results=compared, figures=figures), of("baselines"), (f"{figures}/table-{name}.*", *([f"{figures}/baselines.*", f"{figures}/figure-ad.*"] if name == "baselines" else [])), () if not quick else (compared,), ("paper",), .3)
               for n, name in (("02_baselines", "baselines"), ("03_fashioniq", "fashioniq"), ("04_cirr_circo", "cirr-circo"), ("05_genecis", "genecis"))]
     return tables + [
         Step("paper/ablations", "paper/06_ablations.ipynb", dict(results=measured, figures=figures), of("ablation") if not quick else (), (f"{figures}/table-ablations.*", f"{figures}/ablations.*", f"{figures}/figure3.*"), () if not quick else (measured,), ("paper",), .3),
@@ -186,7 +187,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace: # what would have 
         if getattr(a, name) and a.data != who: p.error(f"--{name} is for --data {who}, not for {a.data}")
     return a
 
-def _chain(a: argparse.Namespace) -> tuple[Chain, list[str]]: # the chain, and why it cannot run
+def _chain(a: argparse.Namespace) -> tuple[Chain, list[str], str]: # the chain, why it cannot run, and the folder of its results and figures
     root, backbone = find_root(), a.backbone or "ViT-L-14"
     out = a.out or "_out/reproduce" + ("-quick" if a.quick else f"-official-{backbone}" if a.data == "official" else "")
     inside = lambda path: Path(os.path.relpath(Path(path).resolve(), root)).as_posix() if Path(path).resolve().is_relative_to(root) else Path(path).resolve().as_posix()
@@ -196,7 +197,7 @@ def _chain(a: argparse.Namespace) -> tuple[Chain, list[str]]: # the chain, and w
     steps = toyworld_steps(a.quick, into, out, **chosen) if a.data == "toyworld" else official_steps(data, backbone, a.pretrained, into, out, **chosen)
     chain = Chain(steps, root, root/out)
     wrong = wrong_parameters(chain.steps, root)
-    return chain, wrong + (missing_data(data, backbone, a.pretrained, not (a.list or a.dry_run)) if a.data == "official" else [])
+    return chain, wrong + (missing_data(data, backbone, a.pretrained, not (a.list or a.dry_run)) if a.data == "official" else []), into
 
 # %% ../nbs/10_reproduce.ipynb #b8d55837
 def show(rows: list[dict], say: Callable = print):
@@ -204,19 +205,33 @@ def show(rows: list[dict], say: Callable = print):
     widths = {k: max(len(k), *(len(r[k]) for r in rows)) for k in rows[0]} if rows else {}
     for r in [{k: k for k in widths}, *rows]: say("  ".join(r[k].ljust(w) for k, w in widths.items()).rstrip())
 
+def write_provenance(chain: Chain, folder: str) -> dict: # folder of figures and tables, from the project's root -> what was written
+    "Write `provenance.json` beside the figures: which step made each file, from which inputs, by which commit, when, and how long that took."
+    files = {}
+    for s in chain.steps:
+        r = chain.records.get(s.name, {})
+        for path in (p for p in r.get("made", {}) if Path(p).parent == Path(folder)):
+            files[Path(path).name] = {"step": s.name, "notebook": f"nbs/{s.notebook}", "parameters": s.parameters, "inputs": r["seen"]["inputs"], "content": r["made"][path], **{k: r.get(k) for k in ("commit", "finished", "seconds")}}
+    steps = {s.name: {k: chain.records[s.name].get(k) for k in ("seconds", "finished", "commit")} for s in chain.steps if "made" in chain.records.get(s.name, {})}
+    told = {"cores": cores(), "python": sys.version.split()[0], "versions": {p: version(p) for p in ("torch", "open_clip_torch", "matplotlib")}, "steps": steps, "files": dict(sorted(files.items()))}
+    if files: (chain.root/folder/"provenance.json").write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+    return told
+
 def main(argv: Sequence[str] | None = None) -> int: # 0 done, 1 failed or stopped, 2 not started
     "Run foco_reproduce."
     a = _parse(argv)
     def stop(*_): raise KeyboardInterrupt
     say = lambda line: print(line, flush=True)
     try:
-        chain, wrong = _chain(a)
+        chain, wrong, into = _chain(a)
         if a.list: show([{k: v for k, v in r.items() if k != "needs"} for r in chain.table(chain.plan(a.only or [s.name for s in chain.steps], a.force))])
         elif a.dry_run: show([{k: r[k] for k in ("step", "takes", "state")} for r in chain.table({n: why for n, why in chain.plan(a.only, a.force).items() if why})] or [{"nothing to do": ""}])
         if wrong: print("\n".join([f"foco_reproduce: {len(wrong)} {'thing is' if len(wrong) == 1 else 'things are'} missing or wrong; nothing was started", *(f"- {w}" for w in wrong)]), file=sys.stderr); return 2
         if a.list or a.dry_run: return 0
         if threading.current_thread() is threading.main_thread(): signal.signal(signal.SIGTERM, stop)
-        return chain.run(a.only, a.force, a.jobs, say)
+        code = chain.run(a.only, a.force, a.jobs, say)
+        write_provenance(chain, f"{into}/figures")
+        return code
     except KeyboardInterrupt: print("\nstopped; finished steps are kept, and the same command goes on", file=sys.stderr); return 1
     except (ChainError, OSError) as e: print(f"foco_reproduce: {e}", file=sys.stderr); return 2
 
