@@ -92,7 +92,7 @@ class Result:
     backbone: str
     weights: str
     data: str               # "official" | "unofficial" | "toyworld" | "generated"
-    missing: dict = field(default_factory=dict) # {"queries": [here, of], "gallery": [here, of]} if something was not here
+    missing: dict = field(default_factory=dict) # as in Benchmark, if something was not here
     template: str = "{text}" # what the method makes of a modification
     seed: int | None = None
     config: dict = field(default_factory=dict)
@@ -150,7 +150,9 @@ def describe(bench: Benchmark) -> str:
 
 def coverage(missing: dict) -> str:
     "Say how much of a benchmark was there."
-    return "complete" if not missing else "only {:,} of {:,} queries, {:,} of {:,} gallery pictures".format(*missing["queries"], *missing["gallery"])
+    if not missing: return "complete"
+    whole = ", {:,} of {:,} queries with all their targets and candidates".format(*missing["whole"]) if "whole" in missing else ""
+    return "only {:,} of {:,} queries, {:,} of {:,} gallery pictures".format(*missing["queries"], *missing["gallery"]) + whole
 
 # %% ../nbs/06_evaluate.ipynb #07815b69
 def encode_benchmark(backbone: Backbone, benchmark: Benchmark, cache: str | Path | None = None) -> tuple[ImageFeatures, torch.Tensor]: # R different references with patches, all G pictures (G, D)

@@ -50,7 +50,7 @@ def toyworld_steps(quick: bool = False, into: str = ".", out: str = "_out/reprod
     splits = [(*scored[0], dict(also=scored[1:], cache=cache, **({"n_per_kind": 10} if quick else {})))]
     places = {} if quick else {("default", seed): f"{out}/baselines/foco-seed{seed}" for seed in seeds}     # where the comparison looks for it
     runs = [_trained(f"{variant}-seed{seed}", out, splits, results, .5 if quick else 7, dict(variant=variant, seed=seed, validate_every=watch if seed == seeds[0] else None, **settings), place=places.get((variant, seed), "")) for variant in ("default", "paper") for seed in seeds]
-    steps = [*(s for run in runs for s in run), *(evaluate_step("training-free", b, s, results, checkpoint="none", **o) for b, s, o in splits)]
+    steps = [*(evaluate_step("training-free", b, s, results, checkpoint="none", minutes=1 if quick else 5, **o) for b, s, o in splits), *(s for run in runs for s in run)]     # the first draws and encodes the benchmarks
     compared = f"{results}/baselines" if not quick else "results/toyworld/baselines"      # the quick chain shows the committed ones
     if quick:
         steps += [Step("decompose/rules", "foco.decomposers.store", dict(data="toyworld", n_images=400, out=rules, backbone="tiny-clip"), makes=(rules,), tags=("ablation",), minutes=1)]

@@ -9,12 +9,12 @@ from PIL import Image
 from PIL.JpegImagePlugin import JpegImageFile
 
 from foco.data.cards import load_card
-from foco.data.check import _READ, Report, _files, _one_of, check_data, check_quickly, main
+from foco.data.check import _READ, Report, _files, check_data, check_quickly, main
 from foco.data.circo import GALLERY_LIST, load_circo
 from foco.data.cirr import load_cirr
 from foco.data.fashioniq import load_fashioniq
 from foco.data.genecis import load_genecis
-from foco.data.pictures import check_picture, find_pictures
+from foco.data.pictures import check_picture, choose_file, find_pictures
 from official import OFFICIAL
 
 real = pytest.mark.skipif(not OFFICIAL.is_dir(), reason="the official annotation files are not here")
@@ -144,7 +144,7 @@ def test_the_search_is_that_of_the_loaders(root, kind):
     if kind in BROKEN: damage(root/path, BROKEN[kind][0])
     if kind in ("copy", "conflict"): copy.parent.mkdir(); copy.write_bytes((root/path).read_bytes() + b"?" * (kind == "conflict"))
     wanted = _READ[root.name](load_card(root.name), root, part)
-    chosen = {name: _one_of(files) for name, files in _files(wanted._replace(places=dict.fromkeys(wanted.places, "")), root).items()}
+    chosen = {name: choose_file(files) for name, files in _files(wanted._replace(places=dict.fromkeys(wanted.places, "")), root).items()}
     if kind == "conflict":
         assert [n for n, (_, why) in chosen.items() if why] == [copy.stem]
         with pytest.raises(ValueError, match="two different files"): find_pictures(wanted.folders, wanted.places)
@@ -173,7 +173,7 @@ def test_broken_pictures(root, kind):
         b = load(root, split)
         with pytest.raises(OSError, match=re.escape(path.name)): b.images[b.ids.index(id_)]
     b = load(root, split, allow_missing=True)
-    assert b.missing == {"queries": [n_queries, n_queries], "gallery": [n_pictures - 1 - len(refs(b, root)), n_pictures - len(refs(b, root))]}
+    assert {k: n for k, n in b.missing.items() if k != "whole"} == {"queries": [n_queries, n_queries], "gallery": [n_pictures - 1 - len(refs(b, root)), n_pictures - len(refs(b, root))]}
     assert id_ not in b.ids and b.data == "unofficial" and all(b.images[i].mode == "RGB" for i in range(len(b.ids)))
 
 
@@ -207,7 +207,7 @@ def test_a_query_whose_only_target_is_gone_is_not_asked(root):
 def test_a_query_with_another_target_stays(root):
     damage(root/"COCO2017_unlabeled"/"unlabeled2017"/"000000000003.jpg", BROKEN["HTML"][0])
     b = load_circo(root, allow_missing=True)
-    assert b.missing == {"queries": [1, 1], "gallery": [7, 8]} and len(b.queries[0].targets) == 1
+    assert b.missing == {"queries": [1, 1], "gallery": [7, 8], "whole": [0, 1]} and len(b.queries[0].targets) == 1
 
 
 @each
@@ -309,7 +309,7 @@ def test_as_a_program(root):
 
 def test_the_command_is_installed():
     settings = (Path(__file__).resolve().parents[1]/"pyproject.toml").read_text(encoding="utf-8")
-    assert '[project.scripts]\nfoco_check_data = "foco.data.check:main"\n' in settings
+    assert 'foco_check_data = "foco.data.check:main"\n' in settings.split("[project.scripts]")[1].split("\n[")[0]
 
 
 # ---- decoding at an eighth

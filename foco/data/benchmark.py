@@ -54,7 +54,7 @@ class Benchmark:
     averages: dict[str, tuple[str, ...]] = field(default_factory=dict) # further metrics, each the mean of others
     macro: bool = False                             # mean over kinds of the mean over their queries, instead of over queries
     galleries: Sequence[np.ndarray] | None = None   # picture indices of each gallery; None: one, with all pictures
-    missing: dict = field(default_factory=dict)     # {"queries": [here, of], "gallery": [here, of]} if something is not here
+    missing: dict = field(default_factory=dict)     # {"queries": [here, of], "gallery": [here, of], "whole": [queries with all they need, of those here]} if something is not here
     data: str = "generated"                         # "official" | "unofficial" | "toyworld" | "generated"
     submission: Callable[["Benchmark", Lists, Path], list[Path]] | None = None # writes the server's files
 

@@ -6,7 +6,7 @@
 __all__ = ['check_quickly', 'Split', 'Report', 'check_data', 'main']
 
 # %% ../../nbs/data/10_check.ipynb #f12eaf04
-import argparse, filecmp, json, os, sys
+import argparse, json, os, sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
@@ -19,9 +19,9 @@ from tqdm.auto import tqdm
 from .cards import Card, find_annotation, load_card, verify_annotations
 from .circo import GALLERY_LIST, circo_folders, load_circo, read_gallery
 from .cirr import read_cirr
-from .fashioniq import CATEGORIES, read_category
+from .fashioniq import CATEGORIES, fashioniq_folder, read_category
 from .genecis import TASKS, genecis_base, genecis_folders, read_task
-from .pictures import check_picture, picture_files
+from .pictures import TWICE, candidate_files, check_picture, choose_file, file_size
 
 # %% ../../nbs/data/10_check.ipynb #c4c403fb
 class Wanted(NamedTuple):
@@ -36,7 +36,7 @@ def _fashioniq(card: Card, root: Path, split: str) -> Wanted:
     counts = {f"{c} queries": (len(r.records), n["queries"][c][split]) for c, r in read.items()}
     counts |= {f"{c} gallery": (len(r.names), n["listed"][c][split]) for c, r in read.items()}
     counts |= {"pictures": (len(names), n["pictures"][split])}
-    return Wanted(counts, dict.fromkeys(names, ""), [root/"images" if (root/"images").is_dir() else root])
+    return Wanted(counts, dict.fromkeys(names, ""), [fashioniq_folder(root)])
 
 def _cirr(card: Card, root: Path, split: str) -> Wanted:
     records, places = read_cirr(*(find_annotation(card, root, p) for p in _paths("cirr", split)))
@@ -79,27 +79,11 @@ def check_quickly(path: str | Path) -> str | None: # None: opens completely
     return None
 
 # %% ../../nbs/data/10_check.ipynb #197a585c
-def _size(path: Path) -> int: # -1: not a file, or a link to nowhere
-    try: return path.stat().st_size if path.is_file() else -1
-    except OSError: return -1
-
 def _files(wanted: Wanted, root: Path) -> dict[str, list[Path]]: # name -> the files that could be it
     "Look at the place of each picture first, then everywhere in the folders."
-    found = {name: [root/place] if place and _size(root/place) > 0 else [] for name, place in wanted.places.items()}
-    open_ = {name for name, files in found.items() if not files}
-    for path in (p for folder in (wanted.folders if open_ else ()) for p in picture_files(folder)):
-        if path.stem in open_: found[path.stem].append(path)
-    return found
-
-_TWICE = "two different files: "
-
-def _one_of(files: Sequence[Path]) -> tuple[Path | None, str]: # the file to use; else why there is none
-    "Choose the file of a picture."
-    real = [f for f in files if _size(f) >= 0]
-    full = [f for f in real if _size(f) > 0]
-    if not full: return None, "0 bytes" if real else "missing"
-    different = next((f for f in full[1:] if not filecmp.cmp(full[0], f, shallow=False)), None)
-    return (full[0], "") if different is None else (None, f"{_TWICE}{full[0]} and {different}")
+    found = {name: [root/place] if place and file_size(root/place) > 0 else [] for name, place in wanted.places.items()}
+    elsewhere = [name for name, files in found.items() if not files]
+    return found | (candidate_files(wanted.folders, elsewhere) if elsewhere else {})
 
 def _open_all(paths: Iterable[Path], workers: int | None, progress: bool) -> dict[Path, str]: # broken files -> why
     "Open many pictures with a few threads."
@@ -243,7 +227,7 @@ def _better_root(root: Path, paths: Sequence[str]) -> str: # "": none
 def _judge(split: Split, fates: dict[str, tuple[Path | None, str]], bad: dict[Path, str]) -> Split:
     "Sort the pictures of a split by their fates."
     why = {n: problem or bad.get(path, "") for n, (path, problem) in fates.items()}
-    twice = {n: w.removeprefix(_TWICE) for n, w in why.items() if w.startswith(_TWICE)}
+    twice = {n: w.removeprefix(TWICE) for n, w in why.items() if w.startswith(TWICE)}
     broken = {n: w for n, w in why.items() if w not in ("", "missing") and n not in twice}
     return replace(split, missing=tuple(n for n, w in why.items() if w == "missing"), twice=twice, broken=broken)
 
@@ -274,7 +258,7 @@ def check_data(benchmark: str,                              # "fashioniq" | "cir
     root = Path(root).expanduser()
     names, card = _chosen(benchmark, root, splits), load_card(benchmark)
     read = [_read_split(benchmark, card, root, name) for name in names]
-    chosen = [{} if w is None else {n: _one_of(fs) for n, fs in _files(w, root).items()} for _, w in read]
+    chosen = [{} if w is None else {n: choose_file(fs) for n, fs in _files(w, root).items()} for _, w in read]
     bad = _open_all([p for c in chosen for p, _ in c.values() if p], workers, progress) if open_pictures else {}
     done = tuple(_judge(split, fates, bad) for (split, _), fates in zip(read, chosen))
     paths = [p for n in names for p in _paths(benchmark, n)]

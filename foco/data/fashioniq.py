@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['JOINS', 'STRIP', 'CATEGORIES', 'GALLERIES', 'join_captions', 'Category', 'read_category',
-           'check_fashioniq_submission', 'load_fashioniq']
+           'check_fashioniq_submission', 'fashioniq_folder', 'load_fashioniq']
 
 # %% ../../nbs/data/06_fashioniq.ipynb #081e500f
 import json
@@ -139,6 +139,10 @@ def _annotations(card: Card, read: Mapping[str, Category], split: str, gallery: 
                      data="official" if official else "unofficial", submission=write)
 
 # %% ../../nbs/data/06_fashioniq.ipynb #aeb4b35b
+def fashioniq_folder(root: Path) -> Path:
+    "Name the folder below which the pictures are looked for: all in one, or one for each category."
+    return root/"images" if (root/"images").is_dir() else root
+
 def load_fashioniq(root: str | Path,                    # holds captions/, image_splits/ and images/
                    split: str = "val",                  # "val" | "test"
                    *, gallery: str = "original",        # "original" | "val_union"
@@ -156,7 +160,7 @@ def load_fashioniq(root: str | Path,                    # holds captions/, image
     card, root = load_card("fashioniq"), Path(root)
     benchmark = _annotations(card, {c: read_category(card, root, c, split) for c in categories}, split, gallery, join)
     if pictures:
-        folder = root/"images" if (root/"images").is_dir() else root
+        folder = fashioniq_folder(root)
         found, _ = find_pictures([folder], benchmark.ids)
         fix = f"Looked below {folder}; foco_check_data fashioniq --root {root} lists them and says how to get them."
         benchmark = attach_pictures(benchmark, found, preprocess, allow_missing, fix)

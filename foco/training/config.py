@@ -150,12 +150,13 @@ def make_config(variant: str = "default", scale: str = "laptop",
         if name not in known or name == "variant": raise ValueError(f"unknown setting {name!r}; {_did_you_mean(name, known)}")
     return TrainConfig(variant=variant, **{**VARIANTS[variant], **SCALES[scale], **{k: v for k, v in given.items() if v is not None}})
 
-def read_overrides(text: str, given: set[str]) -> dict: # settings as JSON; names that have parameters of their own
+def read_overrides(text: str, given: set[str], name: str = "overrides") -> dict: # settings as JSON; names that have parameters of their own; what the text is called
     "Read further settings; raises ValueError."
+    example = {"options": '{"gallery": "val_union"}'}.get(name, '{"tau": 0.05}')
     try: found = json.loads(text)
-    except ValueError as e: raise ValueError(f"overrides={text!r} is not JSON ({e}); expected settings such as {{\"tau\": 0.05}}") from e
-    if not isinstance(found, dict): raise ValueError(f"overrides={text!r}; expected an object of settings, such as {{\"tau\": 0.05}}")
-    if twice := sorted(found.keys() & given): raise ValueError(f"overrides names {twice[0]!r}, which has a parameter of its own; set that instead")
+    except ValueError as e: raise ValueError(f"{name}={text!r} is not JSON ({e}); expected settings such as {example}") from e
+    if not isinstance(found, dict): raise ValueError(f"{name}={text!r}; expected an object of settings, such as {example}")
+    if twice := sorted(found.keys() & given): raise ValueError(f"{name} names {twice[0]!r}, which has a parameter of its own; set that instead")
     return found
 
 def _did_you_mean(name: str, known: list[str]) -> str:
