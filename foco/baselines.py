@@ -23,6 +23,7 @@ from safetensors.torch import load_file
 from torch import nn
 from .backbones import Backbone, FeatureStats, ImageFeatures, load_backbone
 from .complete import FoCoComposer
+from .data.benchmark import Benchmark
 from .data.shards import open_pairs
 from .decompose import Decomposition
 from .data.metrics import kind_groups
@@ -241,14 +242,22 @@ def query_milliseconds(composer: Composer, references: ImageFeatures, texts: Seq
         began = time.process_time(); composer.compose(references[i % len(references)], [texts[i % len(texts)]]); took.append(time.process_time() - began)
     return 1000 * float(np.median(took))
 
+@lru_cache(maxsize=16)
+def _opened(name: str, split: str, data: str, n_per_kind: int) -> Benchmark: # once for all methods of a process
+    return open_benchmark(name, split, data=data, **({"n_per_kind": n_per_kind} if name == "edits" else {}))
+
+@lru_cache(maxsize=16)
+def _seen(name: str, split: str, data: str, n_per_kind: int, backbone: Backbone, cache: Path | str | None) -> tuple[ImageFeatures, torch.Tensor]:
+    return encode_benchmark(backbone, _opened(name, split, data, n_per_kind), cache)
+
 def score_baseline(composer: Composer, backbone: Backbone, scored: Sequence[str] = SCORED, data: str = "toyworld", # benchmark:split
                    cache: Path | str | None = None, n_per_kind: int = 100, **about) -> tuple[list[Scored], float]: # about: seed, config, ... of `Result`; and milliseconds a query
     "Score a method on benchmarks; each result holds every query's headline score, for paired comparisons."
     encoder, found, took = getattr(composer, "encoder", backbone), [], None
     for name, split in (s.split(":") for s in scored):
-        bench = open_benchmark(name, split, data=data, **({"n_per_kind": n_per_kind} if name == "edits" else {}))
+        bench = _opened(name, split, data, n_per_kind)
         groups = [(k, set(g.tolist())) for k, g in enumerate(kind_groups(bench).values())]
-        references, gallery = encode_benchmark(encoder, bench, None if encoder.weights != backbone.weights else cache)
+        references, gallery = _seen(name, split, data, n_per_kind, backbone, cache) if encoder.weights == backbone.weights else encode_benchmark(encoder, bench) # a tuned encoder sees them anew
         one = evaluate(composer, bench, references, gallery, backbone, **about)
         values = {HEADLINE[bench.name]: [round(float(v), 4) for v in one.values(HEADLINE[bench.name])]}
         if bench.macro: values["group"] = [next(k for k, g in groups if i in g) for i in range(len(bench.queries))]

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['METHODS', 'open_composer', 'fit_text', 'image_mean', 'compose_turns', 'take_away', 'Search', 'printable', 'question',
-           'contact_sheet', 'sheet_html', 'write_sheet', 'default_index', 'stranger_note', 'main']
+           'near', 'contact_sheet', 'sheet_html', 'write_sheet', 'default_index', 'stranger_note', 'main']
 
 # %% ../nbs/09_search.ipynb #ec0b289f
 import argparse, base64, hashlib, html, importlib, io, json, os, re, sys, textwrap, warnings
@@ -75,7 +75,7 @@ def compose_turns(composer: Composer, images: ImageFeatures, turns: Sequence[Seq
         if n + 1 < len(turns): v = unit(v + h); images = ImageFeatures(mean + v, images.patches)
     return h
 
-def take_away(q: Tensor, unwanted: Tensor, strength: float = .5) -> Tensor: # (..., D) unit rows, (M, D) unit rows -> (..., D) unit rows
+def take_away(q: Tensor, unwanted: Tensor, strength: float = 1.) -> Tensor: # (..., D) unit rows, (M, D) unit rows -> (..., D) unit rows
     "Take a part of unwanted features out of a query."
     return unit(q - strength * unwanted.sum(0)) if len(unwanted) else q
 
@@ -84,7 +84,7 @@ class Search:
     "Ask a gallery with a picture, texts, or both."
     def __init__(self, gallery: Gallery, composer: Composer,
                  approximate: bool = False,         # search with FAISS, for millions of pictures
-                 strength: float = .5,              # how much of an unwanted text is taken away
+                 strength: float = 1.,              # how much of an unwanted text is taken away
                  probes: int | None = None):        # FAISS: lists that are looked into
         gallery.check(composer.backbone)
         self.gallery, self.composer, self.backbone, self.strength = gallery, composer, composer.backbone, strength
@@ -154,11 +154,23 @@ def _contents(self: Search) -> dict[str, list[int]]: # checksum -> rows
         for n, content in enumerate(self.gallery.contents): self._by_content.setdefault(content, []).append(n)
     return self._by_content
 
-# %% ../nbs/09_search.ipynb #acefaadd
+# %% ../nbs/09_search.ipynb #e8b1a002
 def printable(text: str) -> str:
     "Write out what would not print: control characters, and bytes of a file's name that are no text."
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode() for c in text)
 
+@patch
+@torch.inference_mode()
+def explain(self: Search, table: pd.DataFrame,      # as `query` gives it
+            image: Any = None, texts: str | Sequence[str] = (), without: str | Sequence[str] = ()) -> pd.DataFrame: # the table, with a column for each part of the question: picture, text (or text 1, text 2, ...), without
+    "Say how near each result is to the picture, to each text, and to each unwanted text: cosines in the space in which the method ranks."
+    x = self.composer.encode_gallery(self.exact.features[torch.as_tensor(table["row"].to_numpy(dtype=int))].float())
+    parts = {} if image is None else {"picture": self.composer.encode_gallery(self.backbone.encode_pictures([self.look(image)[0]], patches=False).global_)[0]}
+    for said, name in ((_as_texts(texts), "text"), (_as_texts(without), "without")):
+        if said: parts |= {f"{name} {n}" if len(said) > 1 else name: e for n, e in enumerate(self.composer.encode_texts([fit_text(self.backbone, t) for t in said]), 1)}
+    return table.assign(**{name: (x @ part).tolist() for name, part in parts.items()})
+
+# %% ../nbs/09_search.ipynb #acefaadd
 def question(texts: Sequence[str] = (), without: Sequence[str] = (), image: bool = False) -> str:
     "Say what was asked, in a line."
     said = " then ".join(f"“{printable(t)}”" for t in texts) or ("like this picture" if image else "")
@@ -169,6 +181,10 @@ def _thumbnail(search: Search, row: int, size: int) -> Image.Image | None: # Non
     except OSError: return None
     picture.thumbnail((size, size))
     return picture
+
+def near(r) -> str: # a row of a table that `explain` has made; "" otherwise
+    "Say how near a result is to each part of the question, in a line."
+    return ", ".join(f"{part} {value:.2f}" for part, value in r.items() if part not in ("rank", "file", "score", "row"))
 
 def _caption(text: str, width: int = 24) -> str: # the end of a name tells more than its beginning
     return "\n".join(textwrap.wrap(text if len(text) <= 2 * width else "…" + text[-(2 * width - 1):], width))
@@ -181,15 +197,15 @@ def contact_sheet(search: Search, table: pd.DataFrame, # as `query` gives it
 
 def _draw_sheet(search, table, image, texts, without, columns):
     from foco.visualize import GREY, _figure, _result_panel
-    cells = [("", None, None)] * (image is not None) + [(f"{r.rank}  {r.score:.2f}", r.row, r.file) for r in table.itertuples()]
+    cells = [("", None, None)] * (image is not None) + [(f"{r['rank']}  {r.score:.2f}", r.row, "\n".join(filter(None, [_caption(printable(r.file)), *textwrap.wrap(near(r), 24)]))) for _, r in table.iterrows()]
     columns = min(columns, max(len(cells), 3)); rows = max(1, -(-len(cells) // columns))
-    fig, axes = _figure(1.5 * columns, 1.75 * rows + .4, rows, columns)
+    fig, axes = _figure(1.5 * columns, (1.75 + .3 * (len(table.columns) > 4)) * rows + .4, rows, columns)
     for ax in axes.flat: ax.axis("off")
     for ax, (title, row, name) in zip(axes.flat, cells):
         picture = search.look(image)[0] if row is None else _thumbnail(search, row, 320)
         if picture is None: ax.text(.5, .5, "gone", ha="center"); ax.set_title(title, loc="center")
         else: ax.axis("on"); _result_panel(ax, picture, title or "reference", "black" if row is None else GREY, 2 if row is None else .8)
-        if name: ax.text(.5, -.03, _caption(printable(name)), transform=ax.transAxes, ha="center", va="top", fontsize=6, color=GREY, parse_math=False)
+        if name: ax.text(.5, -.03, name, transform=ax.transAxes, ha="center", va="top", fontsize=6, color=GREY, parse_math=False)
     fig.suptitle("\n".join(textwrap.wrap(question(texts, without, image is not None), 16 * columns)), x=.01, ha="left", parse_math=False)
     return fig
 
@@ -211,7 +227,7 @@ def sheet_html(search: Search, table: pd.DataFrame, image: Any = None, texts: st
     if image is not None:
         picture = search.look(image)[0].copy(); picture.thumbnail((320, 320))
         figures.append(_figure_html(picture, "reference", "reference", ' class="reference"'))
-    for r in table.itertuples(): figures.append(_figure_html(_thumbnail(search, r.row, 320), f"{r.rank}. {printable(r.file)} ({r.score:.3f})", printable(r.file)))
+    for _, r in table.iterrows(): figures.append(_figure_html(_thumbnail(search, r.row, 320), f"{r['rank']}. {printable(r.file)} ({r.score:.3f}" + (f"; {said}" if (said := near(r)) else "") + ")", printable(r.file)))
     policy = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
     return (f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{policy}">'
             f"<title>{asked}</title>\n<style>{_STYLE}</style></head>\n<body><h1>{asked}</h1>\n<main>\n" + "\n".join(figures) + f"\n</main>\n<p>{html.escape(search.composer.name)}, {len(search.gallery):,} pictures</p></body></html>\n")
@@ -236,7 +252,7 @@ def stranger_note(backbone: Backbone, root: Path | None) -> str: # "": nothing t
     if (backbone.name, backbone.pretrained) != ("tiny-clip", "bundled"): return ""
     if root is not None and any((p/"toyworld.json").is_file() for p in (root, *root.resolve().parents[:2])): return ""
     return ("the bundled tiny CLIP knows only ToyWorld's drawings; on other pictures its results mean nothing. "
-            "Use a checkpoint trained on a larger CLIP (--checkpoint), or --backbone ViT-L-14 --method average")
+            "Use a checkpoint trained on a larger CLIP (--checkpoint), or --method average --backbone ViT-B-32")
 
 def _options() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog="foco_search", description="Find pictures in a folder by a picture, a text, or both.")
@@ -258,6 +274,7 @@ def _options() -> argparse.ArgumentParser:
     p.add_argument("--approximate", action="store_true", help="search with FAISS, for millions of pictures; says what is missed")
     p.add_argument("--keep-reference", action="store_true", help="let the reference itself be found")
     p.add_argument("--sheet", metavar="FILE", help="write a contact sheet, .html or .png")
+    p.add_argument("--explain", action="store_true", help="say how near each result is to the picture and to each text")
     p.add_argument("--json", action="store_true", help="print results for a program")
     return p
 
@@ -288,9 +305,9 @@ def _filter(search: Search, a: argparse.Namespace) -> np.ndarray | None: # (N,) 
     return found if keep is None else keep & found
 
 def _report(search: Search, a: argparse.Namespace, table: pd.DataFrame) -> str:
-    if not a.json: return "\n".join(f"{r.rank:4}  {r.score:6.3f}  {printable(r.file)}" for r in table.itertuples())
+    if not a.json: return "\n".join(f"{r['rank']:4}  {r.score:6.3f}  {printable(r.file)}" + (f"  ({said})" if (said := near(r)) else "") for _, r in table.iterrows())
     paths = [search.gallery.path(r) for r in table["row"]]
-    results = [{"rank": r.rank, "score": round(r.score, 6), "file": r.file, "path": None if p is None else str(p)} for r, p in zip(table.itertuples(), paths)]
+    results = [{"rank": r["rank"], "score": round(r.score, 6), "file": r.file, "path": None if p is None else str(p)} | ({"near": {part: round(float(v), 6) for part, v in r.items() if part not in ("rank", "file", "score", "row")}} if a.explain else {}) for (_, r), p in zip(table.iterrows(), paths)]
     asked = {"image": a.image, "texts": a.text, "without": a.without, "method": search.composer.name, "backbone": search.backbone.name}
     return json.dumps({"query": asked, "pictures": len(search.gallery), "skipped": search.gallery.problems, "results": results}, indent=1)
 
@@ -305,6 +322,7 @@ def _search(a: argparse.Namespace, say) -> None:
     search = Search(gallery, composer, a.approximate)
     if a.approximate: say(f"FAISS finds {search.recall():.1%} of the exact ten best (100 questions halfway between two pictures)")
     table = search.query(a.image, a.text, a.without, a.k, _filter(search, a), not a.keep_reference)
+    if a.explain: table = search.explain(table, a.image, a.text, a.without)
     print(_report(search, a, table))
     if a.sheet: say(f"sheet: {write_sheet(a.sheet, search, table, a.image, a.text, a.without)}")
 
