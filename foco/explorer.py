@@ -254,7 +254,7 @@ def export(self: Explorer, path: str | Path | None = None) -> Path: # None: the 
     path.write_text(json.dumps(self.as_dict(), indent=1), encoding="utf-8")
     return path
 
-# %% ../nbs/12_explorer.ipynb #b2c4f6b0
+# %% ../nbs/12_explorer.ipynb #5a642dae
 @patch
 @styled
 def picture(self: Explorer, columns: int = 6) -> PaperFigure: # columns of results
@@ -264,7 +264,8 @@ def picture(self: Explorer, columns: int = 6) -> PaperFigure: # columns of resul
     fig, axes = _figure(1.35 * (columns + 1), 1.75 * max(2, len(tables)) + .4, max(2, len(tables)), columns + 1)
     for ax in axes.flat: ax.axis("off")
     fig.get_layout_engine().set(hspace=.08)
-    for ax, picture, title in ((axes[0, 0], self.reference and self.reference.picture, "reference"), (axes[1, 0], self.gaze and self.attention()[0], "where it looks")):
+    seen, top = self.attention() or (None, 0.)
+    for ax, picture, title in ((axes[0, 0], self.reference and self.reference.picture, "reference"), (axes[1, 0], seen, f"{'looks (last text)' if self.turns else 'where it looks'}:\ndark = {top:.1f} × average")):
         if picture is not None: ax.axis("on"); _result_panel(ax, picture, title, PALETTE["blue"], 1)
     for row, (method, table) in zip(axes, tables):
         for ax, r in zip(row[1:], table.itertuples()):

@@ -56,16 +56,16 @@ def check_backbone(card: dict, identity: dict, who: str = "this FoCo"):
         what = "; ".join(f"{k}: trained with {a!r}, this one has {b!r}" for k, (a, b) in differ.items())
         raise ValueError(f"{who} was trained on another backbone ({what}). Load {card['backbone']['name']} with load_backbone(...) as its foco.json says, or train anew")
 
-# %% ../nbs/00_hub.ipynb #a685071e
+# %% ../nbs/00_hub.ipynb #2fe98e79
 def save_foco(folder: Path, model: torch.nn.Module, card: dict):
-    "Write weights and card of a FoCo; the card gets the checksum of the weights."
+    "Write weights and description of a FoCo; the description gets the checksum of the weights."
     folder.mkdir(parents=True, exist_ok=True)
     save_file({k: v.detach().cpu().contiguous() for k, v in model.state_dict().items()}, folder / MODEL_FILES[1])
     card = {**card, "weights_sha256": file_sha256(folder / MODEL_FILES[1])}
     (folder / MODEL_FILES[0]).write_text(json.dumps(card, indent=1) + "\n", encoding="utf-8")
 
 def check_weights(folder: Path, card: dict):
-    "Refuse weights that are not those of the card; raises ValueError. A card written before there were checksums has none."
+    "Refuse weights that are not those of the description; raises ValueError. One written before there were checksums has none."
     said, path = card.get("weights_sha256"), folder / MODEL_FILES[1]
     if said is not None and said != (found := file_sha256(path)):
         raise ValueError(f"{path} is not the file that {MODEL_FILES[0]} describes: its SHA-256 is {found[:12]}..., expected {said[:12]}.... Get both files again, from the same place")
@@ -140,7 +140,7 @@ def _training_text(card: dict) -> str:
             "device": card.get("device"), "commit": card.get("commit"), "versions": ", ".join(f"{k} {v}" for k, v in (card.get("versions") or {}).items())}
     return "\n".join(["| | |", "|---|---|", *(f"| {k} | {f'{v:,}' if isinstance(v, int) else v} |" for k, v in says.items() if v not in (None, ""))])
 
-# %% ../nbs/00_hub.ipynb #43099368
+# %% ../nbs/00_hub.ipynb #f9e1eaf6
 def model_card(card: dict, # the model's foco.json
                name: str = "a FoCo", # what to call it: its repository, if it has one
                scores: Sequence[Any] = (), # result files, or `foco.evaluate.Result`s, measured with this very model
@@ -161,9 +161,11 @@ def model_card(card: dict, # the model's foco.json
 Focus, then complete: composed image retrieval on the frozen features of {backbone}. A picture and what should be different about it become one feature, which ranks a gallery.
 
 ```python
+from PIL import Image
 from foco import FoCoComposer
 
 composer = FoCoComposer.from_pretrained("{name}")      # the model, and the backbone that it was trained on
+picture = Image.open("a.jpg")
 pictures = composer.backbone.encode_pictures([picture])
 query = composer.compose(pictures, ["the same, but red"])
 ```
@@ -179,7 +181,7 @@ It works with the features of this one backbone and is refused with any other.
 {_scores_text(results)}
 """)
 
-# %% ../nbs/00_hub.ipynb #9986efcf
+# %% ../nbs/00_hub.ipynb #ef456ef5
 class _Saving(ModelHubMixin):
     "Writes a model for others."
     card: dict | None = None # what foco.json says; training and loading set it
@@ -190,7 +192,7 @@ class _Saving(ModelHubMixin):
         self.card = {"model": self.options, "backbone": backbone.identity}
 
     def described(self) -> dict:
-        "The card; raises ValueError if there is none."
+        "What foco.json says; raises ValueError if there is nothing."
         if self.card is None: raise ValueError("this FoCo does not know which backbone it was trained on, and would be useless to others; say so with model.describe(backbone)")
         return self.card
 
