@@ -248,6 +248,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                      'foco.data.benchmark._sha256': ('data/benchmark.html#_sha256', 'foco/data/benchmark.py'),
                                      'foco.data.benchmark.list_complaint': ('data/benchmark.html#list_complaint', 'foco/data/benchmark.py'),
                                      'foco.data.benchmark.reference_rows': ('data/benchmark.html#reference_rows', 'foco/data/benchmark.py'),
+                                     'foco.data.benchmark.refuse_incomplete': ( 'data/benchmark.html#refuse_incomplete',
+                                                                                'foco/data/benchmark.py'),
                                      'foco.data.benchmark.write_files': ('data/benchmark.html#write_files', 'foco/data/benchmark.py'),
                                      'foco.data.benchmark.write_submission': ( 'data/benchmark.html#write_submission',
                                                                                'foco/data/benchmark.py')},

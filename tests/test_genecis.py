@@ -252,7 +252,7 @@ def test_missing_and_broken_pictures(tmp_path):
     with pytest.raises(FileNotFoundError, match=words): load_genecis(tmp_path)
     assert load_genecis(tmp_path, tasks=OBJECT).missing == {}                                # unused pictures are not asked for
     left = load_genecis(tmp_path, allow_missing=True)
-    assert left.missing == {"queries": [4, 8], "gallery": [7, 10]} and left.data == "unofficial"
+    assert {k: left.missing[k] for k in ("queries", "gallery")} == {"queries": [4, 8], "gallery": [7, 10]} and left.missing["whole"][1] == 4 and left.data == "unofficial"
     crops, photos = ["2001", "2002"], [f"{i:012d}" for i in (45, 43, 40)]
     assert {q.id: [left.ids[j].split(":")[0] for j in left.galleries[q.gallery]] for q in left.queries} == {
         "focus_attribute 0": crops, "change_attribute 0": crops, "focus_object 1": photos, "change_object 1": photos}

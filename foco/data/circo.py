@@ -11,7 +11,7 @@ import json, os
 from pathlib import Path
 from typing import Any
 import numpy as np
-from .benchmark import Benchmark, Lists, Query, list_complaint, write_files
+from .benchmark import Benchmark, Lists, Query, list_complaint, refuse_incomplete, write_files
 from .cards import check_choice, find_annotation, is_official, load_card, picture_id, read_records, variant
 from .metrics import Ranks, average_precision_at, kind_groups, metric_values
 from .pictures import PREPROCESS, Pictures, attach_pictures, find_pictures
@@ -90,10 +90,7 @@ def _names(query: str, listed: Any) -> Any: # ids in one form; not a list: as it
 
 def check_circo_submission(payload: dict, benchmark: Benchmark):
     "Refuse a submission that is incomplete or has unusable lists, with ids as numbers or as text; raises ValueError."
-    here, of = benchmark.missing.get("queries", (0, 0))
-    if here < of:
-        raise ValueError(f"CIRCO {benchmark.split}: {of - here} of {of} queries were left out because pictures are missing; "
-                         "the server wants all of them")
+    refuse_incomplete(benchmark, f"CIRCO {benchmark.split}")
     if not isinstance(payload, dict): raise ValueError(f"{type(payload).__name__} instead of one JSON object, query id: picture ids")
     asked, known = [q.id for q in benchmark.queries], set(benchmark.ids)
     missing, extra = [k for k in asked if k not in payload], sorted(payload.keys() - set(asked), key=str)
@@ -142,9 +139,10 @@ def load_circo(root: str | Path,
     "Read CIRCO, or anything written in its format."
     for what, value, choices in (("split", split, _SPLITS), ("text", text, TEXTS), ("preprocess", preprocess, PREPROCESS)):
         check_choice(what, value, choices)
-    bare, stems = _annotations(Path(root), split, text, preprocess)
+    root = Path(root).expanduser()
+    bare, stems = _annotations(root, split, text, preprocess)
     if not pictures: return bare
-    fix, folders = f"What to do:\n{load_card('circo').next_steps}", circo_folders(Path(root))
+    fix, folders = f"What to do:\n{load_card('circo').next_steps}", circo_folders(root)
     found, _ = find_pictures(folders, stems)
     if not found: raise FileNotFoundError(f"CIRCO {split}: none of {len(stems):,} pictures is in {folders[0]}. {fix}")
     return attach_pictures(bare, {name: found[s] for name, s in zip(bare.ids, stems) if s in found}, preprocess, allow_missing, fix=f"{fix}\n")

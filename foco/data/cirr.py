@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-from .benchmark import Benchmark, Lists, Query, list_complaint, write_files
+from .benchmark import Benchmark, Lists, Query, list_complaint, refuse_incomplete, write_files
 from .cards import check_choice, find_annotation, is_official, load_card, read_annotation, variant
 from .pictures import PREPROCESS, Pictures, attach_pictures, find_pictures
 
@@ -89,9 +89,7 @@ def check_cirr_submission(payload: Any, benchmark: Benchmark):
     "Raise ValueError if the server would not take `payload`, which is a file of the metric that it names."
     metric = payload.get("metric") if isinstance(payload, dict) else None
     where = f"CIRR {benchmark.split}, metric {metric!r}"
-    if benchmark.missing:
-        here, of = benchmark.missing["queries"]
-        raise ValueError(f"{where}: {here} of {of} queries are here; a submission needs all of them")
+    refuse_incomplete(benchmark, where)
     if metric not in tuple(LISTED): raise ValueError(f"{where}: expected a JSON object with metric 'recall' or 'recall_subset'")
     if payload.get("version") != "rc2": raise ValueError(f"{where}: version is {payload.get('version')!r}, expected 'rc2'")
     asked, gallery = {q.id: q for q in benchmark.queries}, set(benchmark.ids)
@@ -159,7 +157,7 @@ def load_cirr(root: str | Path,             # holds cirr/captions, cirr/image_sp
     "Read CIRR: one gallery, the reference left out of its own ranking, and a subset of look-alikes for each query."
     choices = {"split": (split, ("val", "test1")), "targets": (targets, TARGETS), "preprocess": (preprocess, PREPROCESS)}
     for what, (value, known) in choices.items(): check_choice(what, value, known)
-    root = Path(root)
+    root = Path(root).expanduser()
     benchmark, places = _annotations(root, split, targets)
     benchmark.protocol["variant"] = variant(load_cirr, targets=targets, preprocess=preprocess)
     if not pictures: return benchmark

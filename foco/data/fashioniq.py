@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 import numpy as np
-from .benchmark import Benchmark, Lists, Query, list_complaint, write_files
+from .benchmark import Benchmark, Lists, Query, list_complaint, refuse_incomplete, write_files
 from .cards import Card, check_choice, find_annotation, is_official, load_card, read_annotation, variant
 from .pictures import PREPROCESS, Pictures, attach_pictures, find_pictures
 
@@ -73,9 +73,7 @@ def check_fashioniq_submission(payload: Any,            # what the file of a cat
                                benchmark: Benchmark, category: str):
     "Raise ValueError if `payload` is not the caption file's list with 50 different ids of the gallery in every record."
     where, asked = f"FashionIQ {benchmark.split} {category}", [q for q in benchmark.queries if category in q.kinds]
-    if benchmark.missing:
-        here, of = benchmark.missing["queries"]
-        raise ValueError(f"{where}: {here} of {of} queries are here; a submission needs all of them")
+    refuse_incomplete(benchmark, where)
     if not asked: raise ValueError(f"{where}: the benchmark has no such category")
     if not isinstance(payload, list) or len(payload) != len(asked):
         found = f"{len(payload)} records" if isinstance(payload, list) else repr(payload)[:60]
@@ -157,7 +155,7 @@ def load_fashioniq(root: str | Path,                    # holds captions/, image
     choices = {"split": (split, ("val", "test")), "gallery": (gallery, GALLERIES), "join": (join, JOINS), "preprocess": (preprocess, PREPROCESS)}
     for what, (value, known) in choices.items(): check_choice(what, value, known)
     if not categories: raise ValueError(f"no categories; expected some of {', '.join(CATEGORIES)}")
-    card, root = load_card("fashioniq"), Path(root)
+    card, root = load_card("fashioniq"), Path(root).expanduser()
     benchmark = _annotations(card, {c: read_category(card, root, c, split) for c in categories}, split, gallery, join)
     if pictures:
         folder = fashioniq_folder(root)

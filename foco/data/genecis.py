@@ -146,7 +146,7 @@ def _annotations(card: Card, base: Path, split: str, tasks: Sequence[str], **opt
     pool, galleries = {}, []
     queries = [q for t, file in zip(tasks, files.values()) for q in read_task(file, t, pool, galleries, options["condition"], options["crop"])]
     images = Pictures([None] * len(pool), crop=crop_box, boxes=[box for _, box in pool])
-    bare = Benchmark("GeneCIS", split, images, [place_id(*place) for place in pool], queries, exclude_reference=False, galleries=galleries,
+    bare = Benchmark("GeneCIS", split, images, [place_id(*place) for place in pool], queries, exclude_reference=False, galleries=galleries, own_galleries=True,
                      protocol=_protocol(tasks, **options), metrics=("R@1", "R@2", "R@3"), macro=True,
                      data="official" if is_official(card, files) else "unofficial")
     return bare, [stem for stem, _ in pool]
@@ -174,7 +174,7 @@ def load_genecis(root: str | Path,
                  pictures: bool = True,              # False: annotations only
                 ) -> Benchmark:
     "Read GeneCIS, or anything written in its format."
-    root, card, tasks = Path(root), load_card("genecis"), (tasks,) if isinstance(tasks, str) else tuple(dict.fromkeys(tasks))
+    root, card, tasks = Path(root).expanduser(), load_card("genecis"), (tasks,) if isinstance(tasks, str) else tuple(dict.fromkeys(tasks))
     _check(split, tasks, condition, crop, preprocess)
     tasks = tuple(t for t in TASKS if t in tasks)
     bare, stems = _annotations(card, genecis_base(root, split), split, tasks, condition=condition, crop=crop, preprocess=preprocess)

@@ -136,7 +136,8 @@ def _without(benchmark: Benchmark, gone: set[int]) -> Benchmark:
     keep = [i for i in range(len(benchmark.ids)) if i not in gone]
     new = {old: i for i, old in enumerate(keep)}
     def here(js): return tuple(new[j] for j in js if j in new)
-    asked = [q for q in benchmark.queries if q.reference in new and (q.targets is None or here(q.targets) or not q.targets)]
+    def own(q): return benchmark.galleries[q.gallery].tolist() if benchmark.own_galleries else ()
+    asked = [q for q in benchmark.queries if q.reference in new and (q.targets is None or here(q.targets) or not q.targets) and (not own(q) or len(here(own(q))) > 1)]  # the target alone would always be right
     used = sorted({q.gallery for q in asked})
     galleries = benchmark.galleries and [np.array([new[j] for j in benchmark.galleries[g].tolist() if j in new]) for g in used]
     def move(q): # -> the query with new numbers
@@ -144,8 +145,7 @@ def _without(benchmark: Benchmark, gone: set[int]) -> Benchmark:
         return replace(q, reference=new[q.reference], targets=q.targets and here(q.targets), subset=here(q.subset), weights=kept, gallery=used.index(q.gallery))
     everywhere = set(range(len(benchmark.ids))) if benchmark.galleries is None else set(np.concatenate(benchmark.galleries).tolist())
     counts = {"queries": [len(asked), len(benchmark.queries)], "gallery": [len(everywhere - gone), len(everywhere)]}
-    own = benchmark.galleries is not None and len(benchmark.galleries) == len(benchmark.queries)      # each query its own
-    whole = sum(gone.isdisjoint([*(q.targets or ()), *q.subset, *(benchmark.galleries[q.gallery].tolist() if own else ())]) for q in asked)
+    whole = sum(gone.isdisjoint([*(q.targets or ()), *q.subset, *own(q)]) for q in asked)
     if whole < len(asked): counts["whole"] = [whole, len(asked)]
     return replace(benchmark, images=benchmark.images.take(keep), ids=[benchmark.ids[i] for i in keep], queries=[move(q) for q in asked], galleries=galleries, missing=counts)
 
@@ -169,4 +169,9 @@ def attach_pictures(benchmark: Benchmark,       # its images are `Pictures` with
     files = list(dict.fromkeys(paths[name] for name in benchmark.ids if name in paths))
     with ThreadPoolExecutor() as pool: broken = {p for p, wrong in zip(files, pool.map(check_picture, files)) if wrong}
     gone |= {i for i, name in enumerate(benchmark.ids) if paths.get(name) in broken}
-    return replace(_without(full, gone), data="unofficial") if gone else full
+    if not gone: return full
+    left = replace(_without(full, gone), data="unofficial")
+    if not left.queries: raise FileNotFoundError(f"{benchmark.name} {benchmark.split}: {len(gone):,} of {len(benchmark.ids):,} pictures are missing or broken, and no query can be asked without them. {fix}")
+    lost = {q.kinds[0] for q in benchmark.queries if q.kinds} - {q.kinds[0] for q in left.queries if q.kinds}
+    if benchmark.macro and lost: raise ValueError(f"{benchmark.name} {benchmark.split}: no query of {', '.join(sorted(lost))} is left, so the mean over kinds would be another; load the other kinds alone (categories=..., tasks=...). {fix}")
+    return left

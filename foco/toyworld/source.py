@@ -30,4 +30,5 @@ def open_benchmark(name: str,                           # "edits" | "fashioniq" 
     if split not in ("val", "test"): raise ValueError(f"unknown benchmark split {split!r}; expected val or test")
     if name == "fashioniq": options = {"categories": CATEGORIES_FASHIONIQ, **options}
     official = "test1" if (name, split) == ("cirr", "test") else split      # CIRR's own name
-    return replace(loaders[name](benchmark_root(name, folder), official, **options), data="toyworld")
+    bench = loaders[name](benchmark_root(name, folder), official, **options)
+    return bench if bench.missing else replace(bench, data="toyworld")      # what is incomplete is "unofficial"

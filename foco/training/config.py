@@ -173,7 +173,7 @@ def check_parameters(given: set[str], known: set[str]):
 def project_path(path: Path | str) -> Path:
     "Resolve a relative path from the project's root (the folder of settings.ini), wherever in it you are; elsewhere from here."
     here = Path.cwd()
-    return next((p for p in (here, *here.parents) if (p / "settings.ini").exists()), here) / path
+    return next((p for p in (here, *here.parents) if (p / "settings.ini").exists()), here) / Path(path).expanduser()
 
 # %% ../../nbs/training/00_config.ipynb #e4c664c2
 def provenance(seconds: float | None = None, device: str = "cpu") -> dict:
