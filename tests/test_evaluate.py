@@ -2,13 +2,14 @@
 import json
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from foco.backbones import ImageFeatures, feature_stats, load_backbone
 from foco.data.benchmark import reference_rows
 from foco.data.metrics import rank_targets, score
-from foco.evaluate import Result, compose_queries, encode_benchmark, evaluate, open_benchmark, results_table, slerp, training_free
+from foco.evaluate import Result, compose_queries, encode_benchmark, evaluate, next_different, open_benchmark, reactions, results_table, slerp, training_free
 from foco.toyworld.benchmark import load_benchmark
 
 
@@ -123,3 +124,58 @@ def test_toyworld_in_the_four_formats(world, name, split, folder):
     flat = Fixed(torch.ones(len(bench.queries) * 2, 3), torch.ones(len(bench.ids), 3))
     assert all(v == 0 for m, v in evaluate(flat, bench, references, gallery, backbone).result.metrics.items() if m.split("@")[-1] in ("1", "5", "10") and not (name == "genecis" and m == "R@10"))
     assert all(0 <= v <= 100 for s in scores.values() for v in s.values())
+
+
+class Reads(Fixed):
+    "A composer that names a picture of the gallery by its number, which is its text."
+    def compose(self, images, texts): return self.gallery[[int(t) for t in texts]]
+
+
+class Sees(Fixed):
+    "A composer that gives back the picture."
+    def compose(self, images, texts): return images.global_
+
+
+def shared_by_neighbours(bench, texts=None):
+    "Four successive queries have the same text, six the same reference; the last ones share with the first."
+    queries = [replace(bench.queries[i], reference=bench.queries[i // 6 % 3].reference, text=str(10 + i // 4 % 5) if texts is None else texts[i], targets=(263,)) for i in range(24)]
+    return replace(bench, queries=queries, exclude_reference=False)
+
+
+def test_reactions_where_neighbours_share_text_and_reference(world):
+    "The other text is another one, and so is the other picture."
+    bench, eye = shared_by_neighbours(world[1]), torch.eye(len(world[1].ids))
+    assert sum(a.text == b.text for a, b in zip(bench.queries, bench.queries[1:])) == 18 and bench.queries[0].text == bench.queries[-1].text
+    pictures, _ = reference_rows(bench)
+    references, blank = ImageFeatures(eye[pictures], torch.zeros(3, 2, len(eye))), ImageFeatures(eye[200:201], torch.zeros(1, 2, len(eye)))
+    assert reactions(Reads(None, eye), bench, references, eye, blank).to_dict() == {"other text": 100, "other picture": 0, "blank picture": 0}
+    assert reactions(Sees(None, eye), bench, references, eye, blank).to_dict() == {"other text": 0, "other picture": 100, "blank picture": 100}
+    alike = reactions(Reads(None, eye), shared_by_neighbours(world[1], ["7"] * 24), references, eye, blank)
+    assert np.isnan(alike["other text"]) and alike["other picture"] == 0    # no other text to give it
+
+
+def test_next_different_against_a_search():
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        values = rng.integers(0, 3, rng.integers(1, 9)).tolist()
+        after = [[j % len(values) for j in range(i, i + len(values)) if values[j % len(values)] != values[i]] for i in range(len(values))]
+        found = next_different([str(v) for v in values])
+        assert (found is None and not any(after)) or found.tolist() == [a[0] for a in after]
+
+
+@pytest.mark.parametrize("name, options, message", [
+    ("edits", {"joins": 1}, "edits has no option 'joins'; expected one of n_per_kind, seed"),
+    ("genecis", {"task": "focus"}, "genecis has no option 'task'; expected one of tasks, condition, crop"),
+    ("genecis", {"allow_missing": "false"}, "allow_missing='false'; expected True or False"),
+    ("genecis", {"pictures": 1}, "pictures=1; expected True or False")])
+def test_wrong_options_without_a_root(folder, name, options, message):
+    with pytest.raises(ValueError, match=message): open_benchmark(name, **options, **({} if name == "edits" else {"folder": folder}))
+
+
+def test_a_mistake_inside_a_loader_stays_what_it_is(monkeypatch):
+    "Only an option that was given is called unknown."
+    import foco.toyworld.source as source
+    def inner(): pass
+    def broken(split, n_per_kind): return inner(keys=1)
+    monkeypatch.setattr(source, "load_benchmark", broken)
+    with pytest.raises(TypeError, match="keys"): open_benchmark("edits", n_per_kind=1)
