@@ -38,10 +38,10 @@ def find_phrases(data: Captioned, n_concepts: int, n_phrases: int, longest: int,
     if not often: raise ValueError(f"no caption of at most {longest} words holds a local caption word for word; decompose captions in their own words, or raise longest={longest}")
     return {c: found[c][:n_phrases] for c, _ in often}
 
-# %% ../../nbs/methods/03_searle.ipynb #042b14ff
+# %% ../../nbs/methods/03_searle.ipynb #8e2dfd74
 @dataclass
 class Phrases:
-    "C concepts with R phrases each; the last phrases repeat where there are fewer."
+    "C concepts with R phrases each; too few phrases of a concept repeat from its first, and too few concepts repeat from the first one: the nearest of a picture may then be doubles."
     concepts: Tensor    # (C, D)
     ids: Tensor         # (C, R, L) phrases with the pseudo-word in the concept's place: token numbers ...
     fill: Tensor        # (C, R, L) ... and places
@@ -50,7 +50,7 @@ class Phrases:
     def prompts(self, which: Tensor, r: int) -> Prompts: return Prompts(self.ids[which, r].long(), self.fill[which, r].long())      # which (B,) concepts
 
 def make_phrases(backbone: Backbone, data: Captioned, n_concepts: int, n_phrases: int, longest: int, generator: torch.Generator) -> Phrases:
-    "Collect concepts and phrases, and encode them."
+    "Collect concepts and phrases, and encode them; lists that are too short start again from their first."
     found = find_phrases(data, n_concepts, n_phrases, longest, generator)
     names, texts = list(found), data.captions
     fit = lambda x, n: [x[k % len(x)] for k in range(n)]
