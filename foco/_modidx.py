@@ -1304,6 +1304,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                              'foco.search._filter': ('search.html#_filter', 'foco/search.py'),
                              'foco.search._need_drawing': ('search.html#_need_drawing', 'foco/search.py'),
                              'foco.search._options': ('search.html#_options', 'foco/search.py'),
+                             'foco.search._parts': ('search.html#_parts', 'foco/search.py'),
                              'foco.search._report': ('search.html#_report', 'foco/search.py'),
                              'foco.search._search': ('search.html#_search', 'foco/search.py'),
                              'foco.search._thumbnail': ('search.html#_thumbnail', 'foco/search.py'),

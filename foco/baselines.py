@@ -334,7 +334,7 @@ def run_one(name: str, seed: int, backbone: Backbone, out: Path, results: Path, 
     base, more = read_name(name)
     run, folder, stored = f"{name}-seed{seed}", results / f"{name}-seed{seed}", "float16" if cache else "memory"
     trained = base in BASELINES or base == "foco"
-    if not trained: run, folder, composer, card = name, results / name, baseline(name, backbone, stats=_means(backbone) if name == "centred-slerp" else None), {}
+    if not trained: run, folder, composer, card = name, results / name, baseline(name, backbone, stats=_means(backbone) if base == "centred-slerp" else None), {}
     elif base == "foco": composer, card = _train_foco(make_config("default", "laptop", backbone=backbone.name, pretrained=backbone.recipe.pretrained if backbone.recipe.seed is not None else None, seed=seed, features=stored, **given), backbone, cache, out / run)
     else:
         config = baseline_config(name.replace("+pdv", ""), backbone=backbone.name, pretrained=backbone.recipe.pretrained if backbone.recipe.seed is not None else None, seed=seed, features=stored, **given)

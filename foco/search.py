@@ -182,9 +182,12 @@ def _thumbnail(search: Search, row: int, size: int) -> Image.Image | None: # Non
     picture.thumbnail((size, size))
     return picture
 
-def near(r) -> str: # a row of a table that `explain` has made; "" otherwise
+def _parts(r) -> dict[str, float]: # a row of a table that `explain` has made; {} otherwise
+    return {part: float(value) for part, value in r.items() if part not in ("rank", "file", "score", "row")}
+
+def near(r) -> str: # likewise; "" otherwise
     "Say how near a result is to each part of the question, in a line."
-    return ", ".join(f"{part} {value:.2f}" for part, value in r.items() if part not in ("rank", "file", "score", "row"))
+    return ", ".join(f"{part} {value:.2f}" for part, value in _parts(r).items())
 
 def _caption(text: str, width: int = 24) -> str: # the end of a name tells more than its beginning
     return "\n".join(textwrap.wrap(text if len(text) <= 2 * width else "…" + text[-(2 * width - 1):], width))
@@ -307,7 +310,7 @@ def _filter(search: Search, a: argparse.Namespace) -> np.ndarray | None: # (N,) 
 def _report(search: Search, a: argparse.Namespace, table: pd.DataFrame) -> str:
     if not a.json: return "\n".join(f"{r['rank']:4}  {r.score:6.3f}  {printable(r.file)}" + (f"  ({said})" if (said := near(r)) else "") for _, r in table.iterrows())
     paths = [search.gallery.path(r) for r in table["row"]]
-    results = [{"rank": r["rank"], "score": round(r.score, 6), "file": r.file, "path": None if p is None else str(p)} | ({"near": {part: round(float(v), 6) for part, v in r.items() if part not in ("rank", "file", "score", "row")}} if a.explain else {}) for (_, r), p in zip(table.iterrows(), paths)]
+    results = [{"rank": r["rank"], "score": round(r.score, 6), "file": r.file, "path": None if p is None else str(p)} | ({"near": {part: round(v, 6) for part, v in _parts(r).items()}} if a.explain else {}) for (_, r), p in zip(table.iterrows(), paths)]
     asked = {"image": a.image, "texts": a.text, "without": a.without, "method": search.composer.name, "backbone": search.backbone.name}
     return json.dumps({"query": asked, "pictures": len(search.gallery), "skipped": search.gallery.problems, "results": results}, indent=1)
 

@@ -172,6 +172,6 @@ def attach_pictures(benchmark: Benchmark,       # its images are `Pictures` with
     if not gone: return full
     left = replace(_without(full, gone), data="unofficial")
     if not left.queries: raise FileNotFoundError(f"{benchmark.name} {benchmark.split}: {len(gone):,} of {len(benchmark.ids):,} pictures are missing or broken, and no query can be asked without them. {fix}")
-    lost = {q.kinds[0] for q in benchmark.queries if q.kinds} - {q.kinds[0] for q in left.queries if q.kinds}
+    lost = {q.kind for q in benchmark.queries} - {q.kind for q in left.queries}
     if benchmark.macro and lost: raise ValueError(f"{benchmark.name} {benchmark.split}: no query of {', '.join(sorted(lost))} is left, so the mean over kinds would be another; load the other kinds alone (categories=..., tasks=...). {fix}")
     return left
